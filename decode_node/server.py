@@ -131,7 +131,8 @@ class DecodeService:
         node = self.node
         block_tokens = node.config.block_tokens
         rolling = request.rolling_up_to(request.peak_tokens)
-        cut = node.parity.cut(request.request_id, reusable_blocks(request, block_tokens)) if rolling is None else None
+        is_exact = rolling is None and not request.reuses_sibling
+        cut = node.parity.cut(request.request_id, reusable_blocks(request, block_tokens)) if is_exact else None
         with span.child("slots"), node.queued(request):
             most = request.num_slots(request.peak_tokens, block_tokens)
             grows = node.engine.computes_in_slots and rolling is None
@@ -224,7 +225,7 @@ class DecodeService:
         if node.memory.staging.is_needed:
             await in_thread(node.memory.to_device_now, blocks, range(node.memory.num_groups))
         rolling = request.rolling_up_to(request.peak_tokens)
-        if rolling is None:
+        if rolling is None and not request.reuses_sibling:
             node.slots.index(reservation.slots, request.keys, anew_from=cut)
         sequence = EngineSequence.of(
             request,
@@ -244,7 +245,7 @@ class DecodeService:
         with node.jobs.ended_by(request, lambda kept: node.end_early(sequence, kept)):
             await node.run_in_engine(sequence)
             trace_answer(span, sequence)
-            if sequence.has_sinks:  # its KV is no prefix's
+            if sequence.has_sinks or request.reuses_sibling:  # its KV is no prefix's, or follows from another model's
                 return None
             kept = PrefixSave.of(sequence, node.config.block_tokens)
             if rolling is None:
@@ -258,6 +259,13 @@ class DecodeService:
                 pool=request.placement.pool,
                 token_s=reservation.token_s,
                 window=reservation.window,
+            )
+            await node.store_inputs(
+                kept,
+                reservation.slots,
+                len(request.keys),
+                pool=request.placement.pool,
+                token_s=reservation.token_s,
             )
         return kept
 

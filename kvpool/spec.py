@@ -38,6 +38,9 @@ MAX_LAYER_NBYTES = 1 << 32
 class KvGroup:
     """Layers whose KV has the same layout. `kind` is "full" or "window"; `window` is in tokens, 0 for full attention.
 
+    `kind` "hidden" is no KV but the hidden state that enters each layer: its first half in place of K, its second half
+    in place of V, `head_dim` values each, with one head.
+
     A row is one token's K, or V, in one head of one layer. If `scale_group` > 0, every `scale_group` values of a row
     share a float16 scale, and a row is its values followed by its scales. Raises SpecError for invalid values.
     """
@@ -52,10 +55,15 @@ class KvGroup:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(int(layer) for layer in self.layers))
-        if self.kind not in ("full", "window"):
-            raise SpecError(f"KvGroup.kind is {self.kind!r}: expected 'full' or 'window'")
+        if self.kind not in ("full", "window", "hidden"):
+            raise SpecError(f"KvGroup.kind is {self.kind!r}: expected 'full', 'window' or 'hidden'")
         if (self.kind == "window") != (self.window > 0):
-            raise SpecError(f"KvGroup of kind {self.kind!r} has window {self.window}: 0 for full, positive for window")
+            raise SpecError(f"KvGroup of kind {self.kind!r} has window {self.window}: positive for window, else 0")
+        if self.kind == "hidden" and (self.kv_heads != 1 or self.scale_group):
+            raise SpecError(
+                f"KvGroup of kind 'hidden' has kv_heads {self.kv_heads} and scale_group {self.scale_group}: "
+                "expected 1 and 0"
+            )
         if not self.layers or min(self.layers) < 0 or len(set(self.layers)) != len(self.layers):
             raise SpecError(f"KvGroup.layers is {self.layers}: expected distinct layer numbers, at least one")
         if self.kv_heads < 1 or self.head_dim < 1:

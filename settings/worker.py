@@ -185,6 +185,14 @@ class KvSettings(SettingsGroup):
         Literal["exact", "int8"],
         Key("Storage of KV in the pool: exact, or rounded to int8, an approximation in less than half the space"),
     ] = "exact"
+    reuse_profile: Annotated[
+        tuple[str, ...],
+        Key(
+            "File of `moonpool droidspeak profile`: its receiver reuses the KV of its sender, whose answers it may "
+            "change; may be repeated",
+            default_text="none: models reuse their own KV only",
+        ),
+    ] = ()
     kv_staging: Annotated[
         Literal["auto", "mirror", "direct"],
         Key(

@@ -25,6 +25,11 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if self.kv.kv_storage == "int8" and self.engine.engine == "paced":
             raise ValueError("kv_storage must be exact with a paced engine, got int8")
+        if self.kv.reuse_profile and (self.engine.engine != "transformer" or self.kv.kv_storage != "exact"):
+            raise ValueError(
+                "reuse_profile needs engine transformer and kv_storage exact, "
+                f"got {self.engine.engine} and {self.kv.kv_storage}"
+            )
         if self.kv.kv_staging == "direct" and self.engine.engine == "paced":
             raise ValueError("kv_staging must be auto or mirror with a paced engine, got direct")
         if self.engine.capacity_tokens % self.block_tokens:

@@ -11,8 +11,8 @@ Threads, locks and lifetimes:
   on_step callback ◀──────────────  _step ends: StepResult
   (call_soon_threadsafe)            on_layer(layer, spans) within a step
 
-- `_wake` guards `_inbox`, `_closing`, `_ended_by` and the growth of a sequence's slot table. The engine thread holds
-  it only in `_take_commands` and when it ends, never during a step or a callback.
+- `_wake` guards `_inbox`, `_calls`, `_closing`, `_ended_by` and the growth of a sequence's slot table. The engine
+  thread holds it only in `_take_commands`, `_make_call` and when it ends, never during a step, a call or a callback.
 - `_prefilling` and `_decoding` belong to the engine thread. Other threads read only their lengths (`num_sequences`).
 - A sequence belongs to the engine thread from `submit` until a StepResult lists it in `left`; other threads may only
   cancel it or extend its slot table. Steps read and write its slots, so a cancelled sequence keeps them until the step
@@ -32,6 +32,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from jit.fast_dataclass import fast_dataclass
@@ -98,6 +99,7 @@ class EngineLoop:
         self._on_layer: LayerHook | None = None
         self._wake = threading.Condition()
         self._inbox: deque[EngineSequence] = deque()
+        self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._closing = False
         self._ended_by: BaseException | None = None  # the error that ended the thread
         self._decoding: list[EngineSequence] = []
@@ -138,6 +140,17 @@ class EngineLoop:
             sequence.extend(slots)
             self._wake.notify()
 
+    def between_steps(self, function: Callable[[], None]) -> Future[None]:
+        """Let the engine thread call `function` once, between two steps; the future ends with it."""
+        done: Future[None] = Future()
+        with self._wake:
+            if self._ended_by is None and not self._closing:
+                self._calls.append((function, done))
+                self._wake.notify()
+                return done
+        done.set_exception(self._ended_by or RuntimeError("the engine is closed"))
+        return done
+
     def wake(self) -> None:
         """Wake the engine thread to look at prefill groups again: the next chunk of one may be ready."""
         with self._wake:
@@ -165,9 +178,16 @@ class EngineLoop:
                 self._ended_by = error
                 left = [*self._decoding, *self._prefilling, *self._inbox]
             self._on_step(StepResult(error=error, left=left, is_end=True))
+        finally:
+            with self._wake:
+                self._closing, calls = True, list(self._calls)
+                self._calls.clear()
+            for _, done in calls:
+                done.cancel()
 
     def _run(self) -> None:
         while self._take_commands():
+            self._make_call()
             self._drop_cancelled()
             if self._prefilling:
                 self._look_at_gates()
@@ -207,13 +227,27 @@ class EngineLoop:
     def _take_commands(self) -> bool:
         self._await_grammars()
         with self._wake:
-            while not (self._closing or self._inbox or self._can_prefill() or self._can_decode()):
+            while not (self._closing or self._inbox or self._calls or self._can_prefill() or self._can_decode()):
                 self._wake.wait(_GRAMMAR_WAIT_S if any(s.waits_for_grammar for s in self._decoding) else None)
             while self._inbox:
                 sequence = self._inbox.popleft()
                 prefilling = sequence.num_computed < sequence.prompt_len
                 (self._prefilling if prefilling else self._decoding).append(sequence)
             return not self._closing
+
+    def _make_call(self) -> None:
+        """Make one call that waits for its turn between two steps."""
+        with self._wake:
+            if not self._calls:
+                return
+            function, done = self._calls.popleft()
+        if done.set_running_or_notify_cancel():
+            try:
+                function()
+            except Exception as error:  # whoever asked for the call is told
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
     def _can_prefill(self) -> bool:
         return any(s.cancelled or s.gate is None or s.gate.is_ready for s in self._prefilling)

@@ -212,18 +212,38 @@ class KVConnector:
             await self.unpin([pin])
         return None
 
+    async def pin_whole(self, request: Request, blocks: range, holders: Sequence[Holder]) -> list[PinnedBlocks]:
+        """Lease the longest leading run of whole `blocks` at this host's pool and these holders."""
+        return await self._pin_run(request, blocks, holders, self._own_target, b"")
+
     async def _pin_lasting(self, request: Request, num_blocks: int) -> list[PinnedBlocks]:
-        chain = key_array(request.keys[:num_blocks])
+        chain, holders = key_array(request.keys[:num_blocks]), request.placement.holders
         tail_keys = self._tail_keys(request, num_blocks)
         own_target = "" if self._own_lacks(request, chain, tail_keys) else self._own_target
-        targets = [(own_target, 0, num_blocks)]
+        pinned = await self._pin_run(request, range(num_blocks), holders, own_target, tail_keys)
+        have = max((pin.end for pin in pinned), default=0)
+        for pin in pinned:
+            # A holder that has lost its blocks may still offer partial blocks, so all leases must be searched.
+            found = find_tail(request, have, pin.lease.tails, self._memory.block_tokens) if pin.end == have else None
+            if found is not None:
+                pinned.remove(pin)
+                pinned.append(replace(pin, tail=found[0], tail_tokens=found[1]))
+                break
+        return pinned
+
+    async def _pin_run(
+        self, request: Request, blocks: range, holders: Sequence[Holder], own_target: str, tail_keys: bytes
+    ) -> list[PinnedBlocks]:
+        """Lease the longest leading run of whole `blocks`, and partial ones, by their keys, after it."""
+        chain = key_array(request.keys[: blocks.stop])
+        targets = [(own_target, blocks.start, blocks.stop)]
         targets += [
-            (h.pool.target, h.first_block, min(num_blocks, h.first_block + h.num_blocks))
-            for h in request.placement.holders
+            (h.pool.target, h.first_block, min(blocks.stop, h.first_block + h.num_blocks))
+            for h in holders
             if h.pool.node_id != self.own_node_id
         ]
         pinned: list[PinnedBlocks] = []
-        have = 0
+        have = blocks.start
         for i, (target, first, end) in enumerate(targets):
             is_own = i == 0  # it may hold a partial block even without a whole one
             if not target or first > have or (end <= have and not is_own) or not self._may_call(target):
@@ -233,13 +253,6 @@ class KVConnector:
                 pinned.append(PinnedBlocks(have, lease, self.client(target), is_own, self._memory.block_tokens))
                 have += lease.num_blocks
                 self.num_pinned += 1
-        for pin in pinned:
-            # A holder that has lost its blocks may still offer partial blocks, so all leases must be searched.
-            found = find_tail(request, have, pin.lease.tails, self._memory.block_tokens) if pin.end == have else None
-            if found is not None:
-                pinned.remove(pin)
-                pinned.append(replace(pin, tail=found[0], tail_tokens=found[1]))
-                break
         return pinned
 
     def _own_lacks(self, request: Request, chain: NDArray[np.uint8], tail_keys: bytes) -> bool:
@@ -288,8 +301,13 @@ class KVConnector:
                 self._record_call(pin.client.target, error)
                 log.warning("lease %s was not returned and will expire: %s", pin.lease.lease_id, error)
 
-    def begin_load(self, pinned: PinnedPrefix, slots: Sequence[int], first: int) -> PoolLoad:
-        """Return a load of the leased blocks from `first` on, including the partial one, into `slots`."""
+    def begin_load(
+        self, pinned: PinnedPrefix, slots: Sequence[int], first: int, *, without: range = range(0)
+    ) -> PoolLoad:
+        """Return a load of the leased blocks from `first` on, including the partial one, into `slots`.
+
+        Nothing of the model layers `without` is loaded.
+        """
         settings = LoadSettings(
             self._memory,
             self._messenger,
@@ -298,7 +316,8 @@ class KVConnector:
             self._settings.kv.lease_s,
             self._record_call,
         )
-        return PoolLoad(settings, pinned.blocks, slots, first, pinned.windows)
+        groups = self._parts.lasting.groups
+        return PoolLoad(settings, pinned.blocks, slots, first, pinned.windows, groups=groups, without=without)
 
     async def quarantine(self, pinned: PinnedPrefix, blocks: Sequence[int]) -> None:
         """Remove leased blocks with wrong content from their pools; `blocks` are indices in the prompt.
@@ -458,7 +477,7 @@ class PoolWriter:
 
         `token_s` is the time that computing one token took, which the pool uses to weigh evictions.
         """
-        keys, parents, partial = kept.names(first, alone=part.is_windowed)
+        keys, parents, partial = kept.names(first, alone=not part.is_chained)
         valid = np.array([tokens or self._memory.block_tokens for tokens in partial], np.int32)
         # A separate task: even if cancelled, the caller must learn which slots were allocated, to abort the put.
         allocating = asyncio.ensure_future(

@@ -77,14 +77,18 @@ class PoolLoad:
         slots: Sequence[int],
         first: int,
         windows: Sequence[PinnedBlocks] = (),
+        *,
+        groups: tuple[int, ...],
+        without: range = range(0),
     ) -> None:
         """Prepare to load the prompt's blocks from `first` on, including the partial one, into `slots`.
 
-        `windows` are the last of them in windowed groups. Until `run` returns, each PinnedBlocks records the rows that
-        it is to read as right.
+        `groups` of the memory are those of `pinned`, except for the layers `without`. `windows` are the last blocks in
+        windowed groups. Until `run` returns, each PinnedBlocks records the rows that it is to read as right.
         """
         self._settings = settings
         self._memory = settings.memory
+        self._without = without
         self._ranges: list[_Range] = []
         self.num_blocks = 0  # that the leases cover without a gap
         for pin in pinned:
@@ -93,7 +97,7 @@ class PoolLoad:
             if count <= 0 or pin.first > first + self.num_blocks:
                 continue
             part = list(slots[self.num_blocks : self.num_blocks + count])
-            self._ranges.append(_Range(pin, self._memory.spec.lasting, skip, self.num_blocks, part))
+            self._ranges.append(_Range(pin, groups, skip, self.num_blocks, part))
             pin.right = range(skip, skip + count)
             self.num_blocks += count
         for pin in windows:
@@ -113,13 +117,16 @@ class PoolLoad:
 
     def _cut(self) -> tuple[LayerBatch, ...]:
         spec = self._memory.spec
-        return layer_batches(
+        batches = layer_batches(
             [group.layers for group in spec.groups],
             [spec.layer_nbytes(g) for g in range(spec.num_groups)],
             self.num_blocks,
             least_read=LEAST_READ_NBYTES if isinstance(self._memory, EngineMemory) else 1 << 62,
             least_slice=LEAST_SLICE_NBYTES,
         )
+        if not self._without:
+            return batches
+        return tuple(batch.without([group.layers for group in spec.groups], self._without) for batch in batches)
 
     @property
     def has_steps(self) -> bool:
@@ -211,7 +218,7 @@ class PoolLoad:
         """Make the leading right blocks readable by the engine and return their number. Raises StagingError."""
         count = len(right) if right.all() else int(right.argmin())
         memory, slots = self._memory, piece.slots[:count]
-        if len(self._batches) == 1:
+        if len(self._batches) == 1 and not self._without:
             memory.to_device_now(slots, piece.groups)
             return count
         assert isinstance(memory, EngineMemory)

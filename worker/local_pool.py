@@ -117,7 +117,7 @@ class LocalPoolAccess:
         first: int,
         token_s: float,
     ) -> int:
-        keys, parents, partial = kept.names(first, alone=part.is_windowed)
+        keys, parents, partial = kept.names(first, alone=not part.is_chained)
         chain = key_array(keys)
         known = pool.match(part.kv_namespace, chain)
         pool.touch(part.kv_namespace, chain[:known])

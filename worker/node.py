@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvpool import digest
 from messenger import Messenger
 from moonpool_proto.v1.common_pb2 import Role
-from moonpool_proto.v1.conductor_pb2 import Node
+from moonpool_proto.v1.conductor_pb2 import Node, NodeRef
+from telemetry.tracing import Span
 from worker.config import WorkerConfig
 from worker.engine_interface import Engine, SteppedEngine
 from worker.engine_loading import load_engine
@@ -24,8 +27,12 @@ from worker.node_slots import NodeSlots
 from worker.own_blocks import OwnBlocks
 from worker.parity import ParityChecker
 from worker.policy import BatchLimits
-from worker.prefix_blocks import StoredParts
+from worker.prefix_blocks import PrefixSave, StoredParts
 from worker.request import EngineSequence, Request
+from worker.slot_memory import SlotMemory
+
+if TYPE_CHECKING:
+    from worker.sibling_reuse import SiblingKv
 
 SWITCH_INTERVAL_S = 0.0005  # the default of 5 ms would delay I/O while the engine thread runs Python
 
@@ -70,12 +77,13 @@ class WorkerNode(EngineNode):
             kv=config.kv,
         )
         self.kv_connector = KVConnector(self.stored, self.messenger, self.stored_parts, pool_settings, self.counters)
+        self._siblings = self._new_siblings(pool_settings)
         self.parity = ParityChecker(self.memory, config.kv.kv_parity_sample)
         self.own_blocks = OwnBlocks(self.namespace, self.incarnation)
         self.engine = self._new_runner()
         self.slots = NodeSlots(
             config,
-            (self.memory, self.stored),
+            (self.memory, self.stored, *self._hidden),
             self.wait_queue,
             extend=self._extend,
             waits=lambda: self.counters.add("kv_growth_waits", 1),
@@ -94,13 +102,38 @@ class WorkerNode(EngineNode):
 
     def _new_runner(self) -> SequenceRunner:
         assert isinstance(self.model, SteppedEngine)
-        self._loop_of_steps = EngineLoop(
-            self.model.steps(self.memory),
-            self._limits,
-            self._on_step_thread,
-            allows_long_steps=self.model.allows_long_steps,
+        steps = self.model.steps(self.memory)
+        loop = self._loop_of_steps = EngineLoop(
+            steps, self._limits, self._on_step_thread, allows_long_steps=self.model.allows_long_steps
         )
-        return self._loop_of_steps
+        if self._siblings is not None:
+            self._siblings.attach(steps, lambda function: asyncio.wrap_future(loop.between_steps(function)))
+        return loop
+
+    def _new_siblings(self, pool_settings: PoolCallSettings) -> SiblingKv | None:
+        """Return the reuse of siblings' KV if a profile names this worker's model. Raises StartupError."""
+        if not self.config.kv.reuse_profile:
+            return None
+        from worker.sibling_reuse import SiblingKv
+
+        return SiblingKv.of(self.model, self.memory, self.config, (self.messenger, pool_settings, self.counters))
+
+    @property
+    def _hidden(self) -> list[SlotMemory]:
+        return [] if self._siblings is None or self._siblings.hidden is None else [self._siblings.hidden]
+
+    async def reuse_sibling(self, request: Request, slots: Sequence[int], blocks: range, span: Span) -> int:
+        """Bring a sibling's KV of whole `blocks` of the prompt to `slots`; return the end of what is there."""
+        if self._siblings is None:
+            return blocks.start
+        return await self._siblings.take_up(request, slots, blocks.start, blocks.stop, span)
+
+    async def store_inputs(
+        self, kept: PrefixSave, slots: Sequence[int], first: int, *, pool: NodeRef | None = None, token_s: float = 0.0
+    ) -> None:
+        """Store the hidden states of blocks from `first` on for the model's siblings, if it has any."""
+        if self._siblings is not None:
+            await self._siblings.store_inputs(kept, slots, first, pool=pool, token_s=token_s)
 
     async def _start_engine(self) -> None:
         """Start the engine. Raises StartupError."""
@@ -119,6 +152,8 @@ class WorkerNode(EngineNode):
         await self._start_engine()
         self.slots.start()
         await self.kv_connector.wait_for_own_pool()
+        if self._siblings is not None:
+            await self._siblings.start()
         self._begin_joining(target)
 
     def _engine_description(self) -> Node:
@@ -137,6 +172,7 @@ class WorkerNode(EngineNode):
             model_fingerprint=self.model.fingerprint,
             hardware=self.model.hardware,
             engine=self.model.label,
+            siblings=[] if self._siblings is None else self._siblings.description(),
             reports_blocks=windowed is None,  # its reports would not say how far its windows reach
         )
 
@@ -147,6 +183,8 @@ class WorkerNode(EngineNode):
         await asyncio.to_thread(self.grammars.close)
         await self.kv_connector.close()
         await self.slots.close()
+        if self._siblings is not None:
+            await self._siblings.close()
         if self.stored is not self.memory:
             self.stored.close()
         self.memory.close()
@@ -193,6 +231,6 @@ class WorkerNode(EngineNode):
             "slot_waiters": self.slots.num_waiting,
             "growing": len(self.slots.growing),
             "receiving": len(self.kv_receiver),
-            "leases": self.kv_connector.num_pinned,
+            "leases": self.kv_connector.num_pinned + (self._siblings.num_pinned if self._siblings is not None else 0),
         }
         return problems, counts

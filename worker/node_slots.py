@@ -219,7 +219,7 @@ class NodeSlots:
 
     def start(self) -> None:
         """Start committing memory ahead of use."""
-        self._commit_ahead_of(())
+        self._lend(())
 
     @property
     def num_waiting(self) -> int:
@@ -328,7 +328,7 @@ class NodeSlots:
         if wants and not self.growing.begin(request, taken.slots, wants):
             self._give_back(taken.slots, taken.window)
             raise OutOfSlots("running answers may need these slots to end")
-        self._commit_ahead_of(taken.slots)
+        self._lend(taken.slots[taken.num_shared :])
         return taken
 
     def _acquire_slots(self, keys: Sequence[bytes], count: int, wants: int, need: _WindowNeed) -> TakenSlots:
@@ -360,12 +360,13 @@ class NodeSlots:
 
     def _allocate(self, count: int) -> list[int]:
         slots = self.pool.allocate(count)
-        self._commit_ahead_of(slots)
+        self._lend(slots)
         return slots
 
-    def _commit_ahead_of(self, slots: Sequence[int]) -> None:
+    def _lend(self, slots: Sequence[int]) -> None:
+        """Prepare slots that hold nothing of their new blocks yet."""
         for memory in self._memories:
-            for work in memory.commits_due(slots):
+            for work in memory.lend(slots):
                 self._keep(asyncio.to_thread(work))
 
     def _keep(self, work: Coroutine[None, None, None]) -> None:

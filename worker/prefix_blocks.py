@@ -26,6 +26,7 @@ class StoredPart:
     spec: KvSpec  # of these groups
     kv_namespace: bytes
     is_windowed: bool
+    is_chained: bool  # the pool evicts no block before those that follow it
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,21 @@ class StoredParts:
     window_blocks: int
 
     @classmethod
-    def of(cls, identity: str, spec: KvSpec, provenance: Provenance) -> StoredParts:
+    def of(cls, identity: str, spec: KvSpec, provenance: Provenance = Provenance.EXACT) -> StoredParts:
         """Return the parts of `spec` for the weights, or the computation, named `identity`."""
 
         def part(groups: tuple[int, ...]) -> StoredPart:
-            name = kv_namespace(identity, spec.part(groups), provenance)
-            return StoredPart(groups, spec.part(groups), name, groups == spec.windowed)
+            name, is_windowed = kv_namespace(identity, spec.part(groups), provenance), groups == spec.windowed
+            return StoredPart(groups, spec.part(groups), name, is_windowed, is_chained=not is_windowed)
 
         return cls(part(spec.lasting), part(spec.windowed) if spec.windowed else None, spec.window_blocks)
+
+    @classmethod
+    def of_hidden(cls, identity: str, spec: KvSpec, group: int) -> StoredParts:
+        """Return one group of hidden states, of which any block may be missing."""
+        part = spec.part((group,))
+        name = kv_namespace(identity, part)
+        return cls(StoredPart((group,), part, name, is_windowed=False, is_chained=False), None, 0)
 
     @property
     def all(self) -> list[StoredPart]:
@@ -108,8 +116,8 @@ class PrefixSave:
     def names(self, first: int, *, alone: bool = False) -> tuple[list[bytes], list[bytes], list[int]]:
         """Return (keys, parents' keys, tokens of partial blocks and 0 for whole ones) of the blocks from `first` on.
 
-        `alone`: whole blocks have no parent, as in windowed groups. The pool evicts no block before those that follow
-        it, but of a window the first blocks are the first that nobody needs.
+        `alone`: whole blocks have no parent, as in windowed groups and of hidden states. The pool evicts no block
+        before those that follow it, but of a window the first blocks are the first that nobody needs.
         """
         keys = [*self.keys, self.tail_key] if self.tail_tokens else list(self.keys)
         partial = [self.tail_tokens if i == len(self.keys) else 0 for i in range(first, len(keys))]

@@ -46,6 +46,7 @@ class Prepared:
     prefix: PinnedPrefix
     cut: int | None  # from this block on, blocks are computed for comparison even if they could be reused
     reused_tokens: int = 0  # never includes the last prompt token
+    sibling_tokens: int = 0  # of them, the last ones, whose KV another model computed
     elsewhere_tokens: int = 0  # prompt tokens that the decode node may reuse by itself
     store_from: int = 0  # blocks below this index are in the pool
     recomputed_blocks: int = 0  # reusable blocks that could not be loaded
@@ -109,7 +110,8 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
     block_tokens = node.config.block_tokens
     reusable = reusable_blocks(request, block_tokens)
     rolling = request.rolling_up_to(peak_tokens)
-    cut = node.parity.cut(request.request_id, reusable) if rolling is None else None
+    is_exact = rolling is None and not request.reuses_sibling
+    cut = node.parity.cut(request.request_id, reusable) if is_exact else None
     num_slots = request.num_slots(peak_tokens, block_tokens)
     if node.slots.must_wait(num_slots):
         node.kv_connector.prefetch(request, reusable)
@@ -175,7 +177,7 @@ async def load(node: WorkerNode, work: Prepared, span: Span, *, whole: bool = Fa
     seen_from = _reach_windows(work, node.memory.spec.window_blocks, pooled, wanted)
     pool_load = node.kv_connector.begin_load(work.prefix, work.slots[local : local + wanted], local)
     # Blocks that are compared must all be here before any of them is computed, and the sinks before a window slides.
-    whole = whole or not node.engine.computes_in_slots or work.rolls_in_prompt
+    whole = whole or not node.engine.computes_in_slots or work.rolls_in_prompt or work.request.reuses_sibling
     if pool_load.has_steps and not whole and work.cut is None and pool_load.num_blocks == wanted:
         work.gate = LayerGate(
             len(node.memory.place_of_layer),
@@ -191,6 +193,8 @@ async def load(node: WorkerNode, work: Prepared, span: Span, *, whole: bool = Fa
         work.reused_tokens = pooled * block_tokens + (work.pinned[-1].tail_tokens if tail is not None else 0)
     if work.gate is None:
         await _load(node, work, pool_load, wanted, span)
+        if work.request.reuses_sibling and work.rolling is None:
+            await _take_up_sibling(node, work, span)
     else:
         work.loading = asyncio.ensure_future(_load(node, work, pool_load, wanted, span))
         await first_of(work.loading, pool_load.begun)
@@ -250,6 +254,17 @@ async def _loaded(node: WorkerNode, work: Prepared, good: int, wanted: int) -> N
         work.reused_tokens = work.cut * block_tokens
     if work.rolling is None:
         node.slots.index(work.slots[: work.reused_tokens // block_tokens], work.request.keys)
+
+
+async def _take_up_sibling(node: WorkerNode, work: Prepared, span: Span) -> None:
+    """Reuse a sibling's KV after the blocks of the model's own."""
+    block_tokens, request = node.config.block_tokens, work.request
+    first, most = work.reused_tokens // block_tokens, reusable_blocks(request, block_tokens)
+    end = await node.reuse_sibling(request, work.slots, range(first, most), span)
+    if end > first:
+        work.sibling_tokens = (end - first) * block_tokens
+        work.reused_tokens = end * block_tokens
+        node.counters.add("sibling_tokens", work.sibling_tokens)
 
 
 def _take_up_load(work: Prepared) -> None:
@@ -355,7 +370,8 @@ def sequence_of(
 
 
 def _timing_of(node: WorkerNode, work: Prepared) -> Timing:
-    cached = work.reused_tokens
+    cached = work.reused_tokens - work.sibling_tokens
+    is_rounded = node.config.kv.kv_storage == "int8"
     dram, ssd, remote = _tokens_by_tier(work)
     return Timing(
         cached_tokens=cached,
@@ -363,7 +379,8 @@ def _timing_of(node: WorkerNode, work: Prepared) -> Timing:
         cached_dram_tokens=dram,
         cached_ssd_tokens=ssd,
         cached_remote_tokens=remote,
-        approximate_tokens=max(cached, work.elsewhere_tokens) if node.config.kv.kv_storage == "int8" else 0,
+        approximate_tokens=max(cached, work.elsewhere_tokens) if is_rounded else work.sibling_tokens,
+        sibling_tokens=work.sibling_tokens,
         recomputed_blocks=work.recomputed_blocks,
     )
 
@@ -377,7 +394,7 @@ def _tokens_by_tier(work: Prepared) -> tuple[int, int, int]:
 
 def _count_reuse(node: WorkerNode, work: Prepared) -> None:
     dram, ssd, remote = _tokens_by_tier(work)
-    node.counters.add("cached_tokens", work.reused_tokens)
+    node.counters.add("cached_tokens", work.reused_tokens - work.sibling_tokens)
     node.counters.add("cached_dram_tokens", dram)
     node.counters.add("cached_ssd_tokens", ssd)
     node.counters.add("cached_remote_tokens", remote)
@@ -388,8 +405,8 @@ async def save_prefix(node: WorkerNode, work: Prepared, sequence: EngineSequence
 
     With `goes_on` the sequence continues on another node: only whole blocks are saved, since the partial one will grow.
     """
-    if sequence.has_sinks:  # what is left is not the KV of a prefix, and what preceded it is overwritten
-        return
+    if sequence.has_sinks or work.request.reuses_sibling:
+        return  # what is left is not the KV of a prefix, or follows from another model's
     kept = PrefixSave.of(sequence, node.config.block_tokens)
     aside, work.aside = work.aside, None
     if aside is not None:
@@ -406,6 +423,7 @@ async def save_prefix(node: WorkerNode, work: Prepared, sequence: EngineSequence
         window=work.window,
         shared_ends=[end for end in work.shared_ends if end <= len(kept.keys)],  # perhaps not all was computed
     )
+    await node.store_inputs(kept, work.slots, _first_to_store(work), token_s=sequence.token_s)
     work.is_superseding = kept.num_tokens(node.config.block_tokens) > work.pooled_tokens
 
 

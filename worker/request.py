@@ -167,6 +167,11 @@ class Request:
         return tokens if self.rolling is None else min(tokens, self.rolling.capacity)
 
     @property
+    def reuses_sibling(self) -> bool:
+        """True if KV of another model is to be reused: what follows from it is stored nowhere and lent to nobody."""
+        return self.placement.HasField("sibling")
+
+    @property
     def time_left_s(self) -> float:
         """Seconds until the deadline; negative after it."""
         return self.deadline - time.monotonic()

@@ -136,8 +136,8 @@ class SlotMemory(ABC):
         """Return the byte offsets [len(groups), n] of whole slots in the region."""
         return np.stack([self.offsets(g, slots) for g in groups])
 
-    def commits_due(self, slots: Sequence[int]) -> list[Callable[[], None]]:
-        """Return functions that commit the memory after these slots, which are about to be used.
+    def lend(self, slots: Sequence[int]) -> list[Callable[[], None]]:
+        """Prepare slots that are about to hold other blocks; return functions that commit the memory after them.
 
         Each is to be called once, on a worker thread.
         """

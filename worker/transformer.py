@@ -18,9 +18,12 @@ from numpy.typing import NDArray
 from engine import (
     EngineError,
     ForwardBatch,
+    LayerInputs,
+    LayerSpan,
     LogitSteering,
     Model,
     PagedCache,
+    Recomputation,
     SamplingError,
     SamplingRow,
     SequenceChunk,
@@ -34,6 +37,7 @@ from messenger import Messenger
 from settings.worker import KvSettings
 from worker.engine_interface import OnLayer, SampledToken, SteppedEngine
 from worker.errors import RequestRefused, StartupError, sequence_error
+from worker.hidden_memory import HiddenMemory
 from worker.kv_memory import KvMemory, QuantisedMemory
 from worker.logprobs import score_tokens
 from worker.policy import BatchLimits, PrefillChunk, WindowSlots
@@ -145,6 +149,34 @@ class ModelSteps:
         self._model = model
         self._cache = cache
         self._windows = windows
+        self._hidden: HiddenMemory | None = None
+        self._kept_layers = frozenset[int]()
+
+    def keep_inputs(self, hidden: HiddenMemory, layers: frozenset[int]) -> None:
+        """Write the hidden states that enter `layers` to `hidden` in every step. Before the engine starts."""
+        self._hidden, self._kept_layers = hidden, layers
+
+    @torch.inference_mode()
+    def recompute(self, request: Request, slots: Sequence[int], span: LayerSpan, tokens: range) -> None:
+        """Compute the KV of a span of layers for `tokens` of the prompt, whose blocks are in `slots`.
+
+        What enters the span is in the hidden memory, in the same slots. Engine thread only.
+        """
+        block_tokens, inputs = self._cache.block_tokens, None
+        if span.first:
+            assert self._hidden is not None
+            first = tokens.start // block_tokens
+            blocks = slots[first : -(-tokens.stop // block_tokens)]
+            rows = self._hidden.rows(span.first, blocks, tokens.stop - first * block_tokens)
+            inputs = rows[tokens.start - first * block_tokens :]
+        table = np.asarray(slots[: -(-tokens.stop // block_tokens)], np.int32)
+        chunk = SequenceChunk(
+            request.prompt[tokens.start : tokens.stop],
+            tokens.start,
+            (table,) * len(self._cache.groups),
+            want_logits=False,
+        )
+        self._model.forward(ForwardBatch([chunk], Recomputation(span, inputs)), self._cache)
 
     @torch.inference_mode()
     def run(
@@ -161,9 +193,32 @@ class ModelSteps:
             [self._chunk(s, s.num_computed, s.num_tokens, True) for s in decoding]
             + [self._chunk(s, c.start, c.end, c.last) for s, c in chunks]
         )
+        if self._hidden is not None and self._kept_layers:
+            batch.layer_inputs = self._kept_inputs(
+                self._hidden,
+                [*((s, s.num_computed, s.num_tokens) for s in decoding), *((s, c.start, c.end) for s, c in chunks)],
+            )
         logits = self._model.forward(batch, self._cache, on_layer, before_layer)
         rows = [*decoding, *(s for s, c in chunks if c.last)]
         return sample_tokens(score_prompts(logits, len(decoding), chunks), rows)
+
+    def _kept_inputs(self, hidden: HiddenMemory, rows: Sequence[tuple[EngineSequence, int, int]]) -> LayerInputs:
+        """Return what writes the inputs of layers to the slots of each row's token; not those of rolling windows."""
+        block_tokens = self._cache.block_tokens
+        slots, offsets = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+        for sequence, start, end in rows:
+            positions = np.arange(start, end)
+            own = np.full(len(positions), -1, np.int64)
+            if sequence.rolling is None:
+                own = sequence.table_of(start, end, block_tokens)[positions // block_tokens].astype(np.int64)
+            slots.append(own)
+            offsets.append(positions % block_tokens)
+        slot, offset = np.concatenate(slots), np.concatenate(offsets)
+        kept = np.flatnonzero(slot >= 0)
+        index = torch.from_numpy(kept)
+        return LayerInputs(
+            self._kept_layers, lambda layer, x: hidden.put(layer, x[index.to(x.device)], slot[kept], offset[kept])
+        )
 
     def _chunk(self, sequence: EngineSequence, start: int, end: int, want_logits: bool) -> SequenceChunk:
         used = sequence.table_of(start, end, self._cache.block_tokens)

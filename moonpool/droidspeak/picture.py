@@ -34,13 +34,13 @@ def draw(profile: ReuseProfile, points: Sequence[ReusePoint], path: Path) -> Non
                 fontsize=9,
             )
         accuracy = profile.accuracy
-        for level, text, colour in (
-            (accuracy.receiver, f"{profile.receiver} alone", _CHOSEN),
-            (accuracy.all_reused, f"all KV from {profile.sender}", _REFUSED),
-            (accuracy.sender, f"{profile.sender} alone", MUTED),
+        for level, text, colour, side in (
+            (accuracy.receiver, f"{profile.receiver} alone", _CHOSEN, "right"),
+            (accuracy.all_reused, f"all KV from {profile.sender}", _REFUSED, "left"),
+            (accuracy.sender, f"{profile.sender} alone", MUTED, "right"),
         ):
             axes.axhline(level, color=colour, linewidth=1.0, linestyle="--")
-            axes.text(1.0, level, f" {text}", color=colour, fontsize=9, va="bottom", ha="right")
+            axes.text(float(side == "right"), level, f" {text} ", color=colour, fontsize=9, va="bottom", ha=side)
         axes.set_xlim(0, 1)
         axes.set_ylim(-0.02, 1.02)
         axes.grid(True, color=GRID, linewidth=0.6)

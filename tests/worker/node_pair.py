@@ -152,6 +152,7 @@ class Pair:
     decode_target: str
     pool: PoolNode | None = None
     helpers: tuple[PrefillService, ...] = ()  # placements name them
+    prefix: str = ""  # of the nodes' ids
 
     def submit(
         self,
@@ -180,7 +181,7 @@ class Pair:
         )
         message.sampling.max_tokens = max_tokens
         message.sampling.top_p = 1.0
-        message.placement.decode.CopyFrom(NodeRef(node_id="decode", target=self.decode_target))
+        message.placement.decode.CopyFrom(NodeRef(node_id=f"{self.prefix}decode", target=self.decode_target))
         for helper in self.helpers:
             node = helper.node
             message.placement.helpers.append(NodeRef(node_id=node.config.node_id, target=node.target))
@@ -262,7 +263,8 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
     async def start(
         transport: str = "auto",
         *,
-        pool: bool | dict[str, Any] = False,
+        pool: bool | dict[str, Any] | PoolNode = False,
+        prefix: str = "",
         parity: float = 0.0,
         storage: Literal["exact", "int8"] = "exact",
         path: Path = model_path,
@@ -271,15 +273,18 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
         helper_options: Mapping[str, Any] = {},
         **decode_options: Any,
     ) -> Pair:
-        """`pool`: with a pool node, perhaps of these options; `parity`, `storage`, `path` of the model: of all nodes;
-        `helpers`: so many further prefill nodes."""
-        pool_target = await start_pool(**(pool if isinstance(pool, dict) else {})) if pool else ""
+        """`pool`: with a pool node, perhaps of these options, or that of another pair; `prefix`: of the nodes' ids;
+        `parity`, `storage`, `path` of the model: of all nodes; `helpers`: so many further prefill nodes."""
+        if isinstance(pool, PoolNode):
+            pool_target = pool.config.listen.listen
+        else:
+            pool_target = await start_pool(**(pool if isinstance(pool, dict) else {})) if pool else ""
 
         def config(name: str, **options: Any) -> WorkerConfig:
             return assemble(
                 WorkerConfig,
-                node_id=name,
-                listen=f"unix:{tmp_path}/{name}.sock",
+                node_id=f"{prefix}{name}",
+                listen=f"unix:{tmp_path}/{prefix}{name}.sock",
                 conductor_targets=(f"unix:{tmp_path}/nobody.sock",),
                 model=path,
                 served_model_name=("m",),
@@ -320,6 +325,7 @@ async def start_pair(tmp_path: Path, model_path: Path) -> AsyncIterator[Start]:
             servers[-1].target,
             pools[-1] if pool else None,
             tuple(parts[f"helper-{i}"][0] for i in range(helpers)),
+            prefix,
         )
         pairs.append(pair)
         started.extend(parts.values())

@@ -241,7 +241,7 @@ class SlowMemory:
     def all_ended(self) -> Ticket:
         return self.ticket
 
-    def commits_due(self, slots: object) -> list[Any]:
+    def lend(self, slots: object) -> list[Any]:
         return []
 
 

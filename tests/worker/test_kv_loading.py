@@ -191,7 +191,9 @@ def test_leading_blocks_are_right_in_all_layers_and_the_gate_opens_for_right_lay
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_loading, "LEAST_READ_NBYTES", least_read)
         patch.setattr(kv_loading, "LEAST_SLICE_NBYTES", 1)
-        load = PoolLoad(load_settings, host.pinned(cut), [int(s) for s in slots[first:]], first, host.windows(cut))
+        own = [int(s) for s in slots[first:]]
+        groups = load_settings.memory.spec.lasting
+        load = PoolLoad(load_settings, host.pinned(cut), own, first, host.windows(cut), groups=groups)
     wanted = BLOCKS - first
     gate = LayerGate(LAYERS, wanted, held_blocks=0, stall_s=60.0, lost=LoadLost, changed=lambda: None)
     gate.require(wanted)

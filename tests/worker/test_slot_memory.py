@@ -45,17 +45,17 @@ def memory() -> Iterator[HostMemory]:
 def test_each_group_is_committed_ahead_of_its_slots_once(memory: HostMemory) -> None:
     assert SPEC.slot_nbytes(0) == SPEC.slot_nbytes(1) == SLOT_NBYTES
     assert memory.committed() == 0
-    due = memory.commits_due(())
+    due = memory.lend(())
     assert len(due) == 2
-    assert not memory.commits_due([0]), "what is due is given out once"
+    assert not memory.lend([0]), "what is due is given out once"
     for commit in due:
         commit()
     assert memory.committed() == 2 * 32 * SLOT_NBYTES
-    assert not memory.commits_due([3, 7])
-    for commit in memory.commits_due([30]):
+    assert not memory.lend([3, 7])
+    for commit in memory.lend([30]):
         commit()
     assert memory.committed() == 2 * NUM_SLOTS * SLOT_NBYTES == memory.nbytes
-    assert not memory.commits_due([NUM_SLOTS - 1])
+    assert not memory.lend([NUM_SLOTS - 1])
 
 
 WINDOWED = KvSpec((SPEC.groups[0], KvGroup("window", 256, (1,), kv_heads=8, head_dim=128, dtype="float32")), 128)

@@ -6,7 +6,7 @@ Pure; `worker.layer_gate` shares the arrivals between threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,17 @@ class LayerBatch:
 
     first: int
     end: int
-    parts: tuple[tuple[int, slice], ...]  # per KV group with layers among them: (group, its layers)
+    parts: tuple[tuple[int, slice], ...]  # (group, its layers); once per KV group with layers among them, if not cut
+
+    def without(self, groups: Sequence[Sequence[int]], layers: range) -> LayerBatch:
+        """Return the batch without some consecutive layers; `groups` has the model layers of each KV group."""
+        parts = list[tuple[int, slice]]()
+        for group, part in self.parts:
+            indices = range(part.start, part.stop)
+            before = [i for i in indices if groups[group][i] < layers.start]
+            after = [i for i in indices if groups[group][i] >= layers.stop]
+            parts += [(group, slice(side[0], side[-1] + 1)) for side in (before, after) if side]
+        return replace(self, parts=tuple(parts))
 
 
 def layer_batches(

@@ -153,6 +153,7 @@ class Node(_message.Message):
     WINDOW_NAMESPACE_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
     WINDOW_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    SIBLINGS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     role: _common_pb2.Role.ValueType
@@ -192,6 +193,10 @@ class Node(_message.Message):
     def spec(self) -> _common_pb2.KvSpec: ...
     @_builtins.property
     def software(self) -> _common_pb2.Software: ...
+    @_builtins.property
+    def siblings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sibling]:
+        """models whose KV this one may reuse, by its reuse profiles"""
+
     def __init__(
         self,
         *,
@@ -217,15 +222,80 @@ class Node(_message.Message):
         window_namespace: _builtins.bytes = ...,
         window_blocks: _builtins.int = ...,
         window_bytes_per_token: _builtins.int = ...,
+        siblings: _abc.Iterable[Global___Sibling] | None = ...,
         engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "software", b"software", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "endpoint", b"endpoint", "engine", b"engine", "hardware", b"hardware", "host_id", b"host_id", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_namespace", b"kv_namespace", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "pool_node_id", b"pool_node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "reports_blocks", b"reports_blocks", "role", b"role", "software", b"software", "spec", b"spec", "target", b"target", "window_blocks", b"window_blocks", "window_bytes_per_token", b"window_bytes_per_token", "window_namespace", b"window_namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "endpoint", b"endpoint", "engine", b"engine", "hardware", b"hardware", "host_id", b"host_id", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_namespace", b"kv_namespace", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "pool_node_id", b"pool_node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "reports_blocks", b"reports_blocks", "role", b"role", "siblings", b"siblings", "software", b"software", "spec", b"spec", "target", b"target", "window_blocks", b"window_blocks", "window_bytes_per_token", b"window_bytes_per_token", "window_namespace", b"window_namespace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Node: _TypeAlias = Node  # noqa: Y015
+
+@_typing.final
+class Sibling(_message.Message):
+    """another model whose KV a node's model may reuse"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    KV_NAMESPACE_FIELD_NUMBER: _builtins.int
+    POINTS_FIELD_NUMBER: _builtins.int
+    model_fingerprint: _builtins.str
+    kv_namespace: _builtins.bytes
+    @_builtins.property
+    def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___SiblingPoint]:
+        """become costlier and better"""
+
+    def __init__(
+        self,
+        *,
+        model_fingerprint: _builtins.str = ...,
+        kv_namespace: _builtins.bytes = ...,
+        points: _abc.Iterable[Global___SiblingPoint] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_namespace", b"kv_namespace", "model_fingerprint", b"model_fingerprint", "points", b"points"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sibling: _TypeAlias = Sibling  # noqa: Y015
+
+@_typing.final
+class SiblingPoint(_message.Message):
+    """layers that the reusing model computes itself; see worker/policy/reuse_profile.py"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    LAST_LAYER_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    QUALITY_LOSS_FIELD_NUMBER: _builtins.int
+    INPUT_NAMESPACE_FIELD_NUMBER: _builtins.int
+    first_layer: _builtins.int
+    last_layer: _builtins.int
+    cost: _builtins.float
+    quality_loss: _builtins.float
+    input_namespace: _builtins.bytes
+    """of the hidden states that enter first_layer; empty for layer 0"""
+    def __init__(
+        self,
+        *,
+        first_layer: _builtins.int = ...,
+        last_layer: _builtins.int = ...,
+        cost: _builtins.float = ...,
+        quality_loss: _builtins.float = ...,
+        input_namespace: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "first_layer", b"first_layer", "input_namespace", b"input_namespace", "last_layer", b"last_layer", "quality_loss", b"quality_loss"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SiblingPoint: _TypeAlias = SiblingPoint  # noqa: Y015
 
 @_typing.final
 class PrefillSample(_message.Message):
@@ -768,6 +838,51 @@ class Holder(_message.Message):
 Global___Holder: _TypeAlias = Holder  # noqa: Y015
 
 @_typing.final
+class SiblingReuse(_message.Message):
+    """Reuse of the KV that another model, tuned from the same base, computed for the prompt's first blocks (DroidSpeak). The
+    prefill node computes the KV of the layers [first_layer, last_layer] from the other model's hidden states.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    LAST_LAYER_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    sender_fingerprint: _builtins.str
+    """of the other model"""
+    first_layer: _builtins.int
+    last_layer: _builtins.int
+    """included"""
+    num_blocks: _builtins.int
+    """end of the blocks to reuse; those that the own model's KV covers are not taken"""
+    @_builtins.property
+    def kv(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holder]: ...
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holder]:
+        """of the hidden states that enter first_layer; none for layer 0"""
+
+    def __init__(
+        self,
+        *,
+        sender_fingerprint: _builtins.str = ...,
+        first_layer: _builtins.int = ...,
+        last_layer: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        kv: _abc.Iterable[Global___Holder] | None = ...,
+        inputs: _abc.Iterable[Global___Holder] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_layer", b"first_layer", "inputs", b"inputs", "kv", b"kv", "last_layer", b"last_layer", "num_blocks", b"num_blocks", "sender_fingerprint", b"sender_fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SiblingReuse: _TypeAlias = SiblingReuse  # noqa: Y015
+
+@_typing.final
 class Turn(_message.Message):
     """scheduling order of a request in a node's queue; see worker/policy/scheduling_order.py"""
 
@@ -829,6 +944,7 @@ class Placement(_message.Message):
     HELPERS_FIELD_NUMBER: _builtins.int
     DECISION_FIELD_NUMBER: _builtins.int
     SLO_VERSION_FIELD_NUMBER: _builtins.int
+    SIBLING_FIELD_NUMBER: _builtins.int
     KEEP_FETCHED_FIELD_NUMBER: _builtins.int
     reuse_blocks: _builtins.int
     """leading blocks that need not be computed, also those in the prefill node's own memory only"""
@@ -866,6 +982,10 @@ class Placement(_message.Message):
         unset also if the conductor keeps no event log
         """
 
+    @_builtins.property
+    def sibling(self) -> Global___SiblingReuse:
+        """unset: only KV of the request's own model is reused, and its answer is exact"""
+
     def __init__(
         self,
         *,
@@ -881,11 +1001,12 @@ class Placement(_message.Message):
         helpers: _abc.Iterable[Global___NodeRef] | None = ...,
         decision: Global___DecisionRef | None = ...,
         slo_version: _builtins.int = ...,
+        sibling: Global___SiblingReuse | None = ...,
         keep_fetched: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "decode", b"decode", "pool", b"pool", "prefill", b"prefill", "turn", b"turn"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "decode", b"decode", "pool", b"pool", "prefill", b"prefill", "sibling", b"sibling", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "decode", b"decode", "helpers", b"helpers", "holders", b"holders", "keep_fetched", b"keep_fetched", "pool", b"pool", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reserve_tokens", b"reserve_tokens", "reuse_blocks", b"reuse_blocks", "slo_version", b"slo_version", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "decode", b"decode", "helpers", b"helpers", "holders", b"holders", "keep_fetched", b"keep_fetched", "pool", b"pool", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill", "reserve_tokens", b"reserve_tokens", "reuse_blocks", b"reuse_blocks", "sibling", b"sibling", "slo_version", b"slo_version", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

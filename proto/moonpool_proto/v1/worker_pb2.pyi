@@ -411,6 +411,7 @@ class Timing(_message.Message):
     CACHED_REMOTE_TOKENS_FIELD_NUMBER: _builtins.int
     APPROXIMATE_TOKENS_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
+    SIBLING_TOKENS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_BLOCKS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """counted by the node that used the KV"""
@@ -431,7 +432,9 @@ class Timing(_message.Message):
     cached_remote_tokens: _builtins.int
     """another host's pool"""
     approximate_tokens: _builtins.int
-    """tokens whose reused KV, here or on the decode node, may have been int8"""
+    """tokens whose reused KV, here or on the decode node, may have been int8 or a sibling's"""
+    sibling_tokens: _builtins.int
+    """tokens whose reused KV another model computed, beside cached_tokens"""
     recomputed_blocks: _builtins.int
     """reusable blocks that could not be loaded and were computed instead"""
     @_builtins.property
@@ -448,11 +451,12 @@ class Timing(_message.Message):
         cached_remote_tokens: _builtins.int = ...,
         approximate_tokens: _builtins.int = ...,
         handoff: Global___HandoffTiming | None = ...,
+        sibling_tokens: _builtins.int = ...,
         recomputed_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate_tokens", b"approximate_tokens", "cached_dram_tokens", b"cached_dram_tokens", "cached_remote_tokens", b"cached_remote_tokens", "cached_ssd_tokens", b"cached_ssd_tokens", "cached_tokens", b"cached_tokens", "handoff", b"handoff", "load_s", b"load_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "recomputed_blocks", b"recomputed_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate_tokens", b"approximate_tokens", "cached_dram_tokens", b"cached_dram_tokens", "cached_remote_tokens", b"cached_remote_tokens", "cached_ssd_tokens", b"cached_ssd_tokens", "cached_tokens", b"cached_tokens", "handoff", b"handoff", "load_s", b"load_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "recomputed_blocks", b"recomputed_blocks", "sibling_tokens", b"sibling_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
