@@ -1,8 +1,11 @@
 """Scheduling calls of frontends, one stream per frontend: placement of requests, and their completion."""
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from conductor import wire
 from conductor.core import Core
@@ -10,7 +13,7 @@ from conductor.directory import WindowedBlocks
 from conductor.errors import FrontendRefused, MalformedCall
 from conductor.frontend_streams import FrontendStreams
 from conductor.policy.decisions import Copy, Decision, Place, Reject
-from conductor.policy.events import FrontendLost
+from conductor.policy.events import FrontendLost, SiblingMatch
 from conductor.pools import PoolNodes
 from conductor.registry import Registry
 from conductor.worker_memory import WorkerMemory
@@ -88,10 +91,11 @@ class Scheduling:
         matches = self._pools.match(kv_namespace, keys, _windows_of(peer)) if peer is not None else None
         own = self._workers.match(kv_namespace, keys) if peer is not None else None
         replicas = self._pools.replicas.within(kv_namespace, keys)
+        siblings = self._siblings(peer.siblings, keys) if peer is not None else ()
         with tracing.begin(
             "place", request.traceparent, request_id=request.request_id, attempt=request.attempt
         ) as span:
-            event = wire.request_arrived(request, kv_namespace, matches, keys, replicas, own)
+            event = wire.request_arrived(request, kv_namespace, matches, keys, replicas, own, siblings)
             decisions = self._core.handle(event, keys)
             if request.wants_receipt and isinstance(decisions[0], Place):
                 self._name_decision(reply.placement)
@@ -101,6 +105,13 @@ class Scheduling:
                 span.note(**wire.decision_fields(reply))
         if log.isEnabledFor(logging.DEBUG):
             log.debug("decided", extra=wire.decision_fields(reply))
+
+    def _siblings(
+        self, siblings: Iterable[conductor_pb2.Sibling], keys: NDArray[np.uint64]
+    ) -> tuple[SiblingMatch, ...]:
+        """Return which leading blocks of the prompt other models' KV covers."""
+        found = (wire.sibling_match(each, lambda namespace: self._pools.match(namespace, keys)) for each in siblings)
+        return tuple(each for each in found if each is not None)
 
     def _complete(self, request: conductor_pb2.CompleteRequest) -> None:
         logs.attempt(request.request_id, request.attempt)

@@ -1,6 +1,6 @@
 """Conversion between protobuf messages and the policy's plain data. Stateless."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 
 import numpy as np
@@ -24,6 +24,8 @@ from conductor.policy.events import (
     RequestArrived,
     RequestCompleted,
     Role,
+    SiblingMatch,
+    SiblingPoint,
     TransferSample,
 )
 from moonpool_proto.v1 import common_pb2, conductor_pb2
@@ -38,6 +40,7 @@ __all__ = [
     "report",
     "request_arrived",
     "request_completed",
+    "sibling_match",
     "write_placement",
 ]
 
@@ -126,11 +129,13 @@ def request_arrived(
     keys: NDArray[np.uint64],
     replicas: Mapping[str, int],
     own: Matches | None = None,
+    siblings: tuple[SiblingMatch, ...] = (),
 ) -> RequestArrived:
     """Convert a request to the policy's event.
 
     `matches`: leading blocks that pool nodes hold in `kv_namespace`; `keys`: uint64, one per full block; `replicas`:
-    match_key by pool node that received blocks by a Copy; `own`: leading blocks in workers' own memory.
+    match_key by pool node that received blocks by a Copy; `own`: leading blocks in workers' own memory; `siblings`:
+    those of other models that the model may reuse.
     """
     found, match_key, waited_s = NO_MATCHES, 0, request.waited_s
     if matches is not None and (longest := matches.longest):
@@ -164,7 +169,33 @@ def request_arrived(
         session=request.session.id,
         parent_session=request.session.parent_id,
         window_tokens=request.window_tokens,
+        siblings=siblings,
     )
+
+
+def sibling_match(sibling: conductor_pb2.Sibling, match: Callable[[bytes], Matches]) -> SiblingMatch | None:
+    """Return which leading blocks of a prompt another model's KV covers; None if no pool node has any.
+
+    `match` returns the leading blocks that pool nodes hold in a namespace.
+    """
+    pool, blocks = _best(match(sibling.kv_namespace))
+    if not blocks:
+        return None
+    points = []
+    for point in sibling.points:
+        inputs = _best(match(point.input_namespace)) if point.input_namespace else ("", 0)
+        if isfinite(point.cost) and isfinite(point.quality_loss):
+            layers, cost = (point.first_layer, point.last_layer), min(max(0.0, point.cost), 1.0)
+            points.append(SiblingPoint(*layers, cost, point.quality_loss, *inputs, point.input_bytes_per_token))
+    return SiblingMatch(sibling.model_fingerprint, pool, blocks, tuple(points))
+
+
+def _best(matches: Matches) -> tuple[str, int]:
+    """Return the first of the pool nodes that hold the most blocks, and how many."""
+    if not matches.longest:
+        return "", 0
+    index = int(matches.held[0].argmax())
+    return matches.roster[index], int(matches.held[0][index])
 
 
 def request_completed(request: conductor_pb2.CompleteRequest) -> RequestCompleted:
@@ -189,6 +220,7 @@ def _kv_sources(message: conductor_pb2.KvSources) -> KvSources:
         message.cached_ssd_tokens,
         message.cached_remote_tokens,
         message.recomputed_blocks,
+        message.sibling_tokens,
     )
 
 
@@ -218,6 +250,13 @@ def write_placement(
         holder.first_block = held.first_block
         holder.num_blocks = held.num_blocks
         holder.ssd_blocks = held.ssd_blocks
+    if (sibling := place.sibling) is not None:
+        message.sibling.sender_fingerprint = sibling.sender
+        message.sibling.first_layer, message.sibling.last_layer = sibling.first_layer, sibling.last_layer
+        message.sibling.num_blocks = sibling.num_blocks
+        message.sibling.kv.add(num_blocks=sibling.num_blocks).pool.CopyFrom(refs[sibling.pool])
+        if sibling.input_pool:
+            message.sibling.inputs.add(num_blocks=sibling.num_blocks).pool.CopyFrom(refs[sibling.input_pool])
     queue_key, turn = message.turn, place.turn
     queue_key.SetInParent()
     queue_key.level = turn.level

@@ -377,6 +377,7 @@ class Generation:
         stats.cached_tokens = min(timing.cached_tokens, len(self.request.prompt_ids))
         stats.cached_dram_tokens, stats.cached_ssd_tokens = timing.cached_dram_tokens, timing.cached_ssd_tokens
         stats.cached_remote_tokens = timing.cached_remote_tokens
+        stats.sibling_tokens = timing.sibling_tokens
         stats.queue_s, stats.load_s, stats.prefill_s = timing.queue_s, timing.load_s, timing.prefill_s
         metrics.prefix_cache_queries.inc(len(self.request.prompt_ids))
         metrics.prefix_cache_hits.inc(stats.cached_tokens)

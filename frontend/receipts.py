@@ -34,6 +34,7 @@ def record_kv(record: AttemptRecord, timing: worker_pb2.Timing) -> None:
             cached_ssd_tokens=timing.cached_ssd_tokens,
             cached_remote_tokens=timing.cached_remote_tokens,
             recomputed_blocks=timing.recomputed_blocks,
+            sibling_tokens=timing.sibling_tokens,
         )
     elif record.kv is not None:
         record.kv.recomputed_blocks += timing.recomputed_blocks
@@ -91,16 +92,19 @@ class KvCounts(Protocol):
     def cached_remote_tokens(self) -> int: ...
     @property
     def recomputed_blocks(self) -> int: ...
+    @property
+    def sibling_tokens(self) -> int: ...
 
 
 def kv_of(kv: KvCounts, prompt_tokens: int) -> dict[str, int]:
     """Return a receipt's account of the KV of a prompt of `prompt_tokens`, generated tokens included."""
     pooled = kv.cached_dram_tokens + kv.cached_ssd_tokens + kv.cached_remote_tokens
     return {
-        "computed_tokens": max(0, prompt_tokens - kv.cached_tokens),
+        "computed_tokens": max(0, prompt_tokens - kv.cached_tokens - kv.sibling_tokens),
         "cached_own_tokens": max(0, kv.cached_tokens - pooled),
         "cached_dram_tokens": kv.cached_dram_tokens,
         "cached_ssd_tokens": kv.cached_ssd_tokens,
         "cached_remote_tokens": kv.cached_remote_tokens,
         "recomputed_blocks": kv.recomputed_blocks,
+        "sibling_tokens": kv.sibling_tokens,
     }

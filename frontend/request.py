@@ -264,7 +264,8 @@ class RequestStats:
     cached_dram_tokens: int = 0  # of these, from the memory of the prefill worker's pool node
     cached_ssd_tokens: int = 0  # from that pool node's SSD
     cached_remote_tokens: int = 0  # from another pool node; the rest were in the worker's own pages
-    approximate_tokens: int = 0  # tokens whose reused KV may have been stored as int8, on any worker
+    approximate_tokens: int = 0  # tokens whose reused KV may have been stored as int8, on any worker, or a sibling's
+    sibling_tokens: int = 0  # reused beside `cached_tokens`: another model computed their KV
     queue_s: float = 0.0
     load_s: float = 0.0
     prefill_s: float = 0.0

@@ -162,16 +162,18 @@ class SiblingKv:
         sender = profile.sender_fingerprint
 
         def described(point: ReusePoint) -> SiblingPoint:
-            namespace = b""
+            namespace, nbytes = b"", 0
             if point.first:
                 assert self.hidden is not None
-                namespace = hidden_parts(sender, self.hidden.spec, point.first).lasting.kv_namespace
+                part = hidden_parts(sender, self.hidden.spec, point.first).lasting
+                namespace, nbytes = part.kv_namespace, part.spec.bytes_per_token
             return SiblingPoint(
                 first_layer=point.first,
                 last_layer=point.last,
                 cost=point.cost,
                 quality_loss=point.quality_loss,
                 input_namespace=namespace,
+                input_bytes_per_token=nbytes,
             )
 
         return Sibling(

@@ -116,6 +116,24 @@ NOTHING_CONSIDERED = Considered()
 
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
+class SiblingChoice:
+    """Reuse of another model's KV of the prompt's first `num_blocks` blocks, after those that the model's own covers.
+
+    The layers `first_layer` to `last_layer` are computed, from hidden states in `input_pool` unless they begin with
+    layer 0.
+    """
+
+    sender: str  # fingerprint of the other model
+    first_layer: int
+    last_layer: int
+    num_blocks: int
+    pool: str  # of its KV
+    input_pool: str
+    quality_loss: float  # measured, see `worker.policy.reuse_profile`
+
+
+@fast_dataclass
+@dataclass(frozen=True, slots=True)
 class Place:
     """Run the request on these nodes. If `decode` is "", the prefill node also decodes.
 
@@ -140,6 +158,7 @@ class Place:
     reserve_tokens: int = 0  # pages to reserve first on the decode node, in tokens; 0: the most that may be needed
     helpers: tuple[str, ...] = ()  # prefill nodes that may compute some of its chunks
     local_blocks: int = 0  # in the prefill node's own memory
+    sibling: SiblingChoice | None = None  # None: only the model's own KV is reused
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,6 +258,36 @@ class NodeReported:
 
 @fast_dataclass
 @dataclass(frozen=True, slots=True)
+class SiblingPoint:
+    """Layers that are computed when a sibling's KV is reused, and the hidden states that enter them.
+
+    `cost` is their share of a prefill's work, `quality_loss` the part of the model's lead over its sibling that is
+    lost. `input_pool` has the states of the first `input_blocks` blocks, `input_nbytes` for each token; nothing for
+    layer 0.
+    """
+
+    first_layer: int
+    last_layer: int
+    cost: float
+    quality_loss: float
+    input_pool: str = ""
+    input_blocks: int = 0
+    input_nbytes: int = 0
+
+
+@fast_dataclass
+@dataclass(frozen=True, slots=True)
+class SiblingMatch:
+    """Leading blocks of a prompt of which `pool` has another model's KV, the most of all pool nodes."""
+
+    sender: str  # fingerprint of the other model
+    pool: str
+    blocks: int
+    points: tuple[SiblingPoint, ...]
+
+
+@fast_dataclass
+@dataclass(frozen=True, slots=True)
 class RequestArrived:
     """A request, or a further attempt of one, is to be placed.
 
@@ -291,6 +321,7 @@ class RequestArrived:
     session: int = 0  # hash of its session's id and its tenant; 0: it has none
     parent_session: int = 0  # likewise, of the session that started its session
     window_tokens: int = 0  # most tokens whose KV it holds at once; 0: that of all
+    siblings: tuple[SiblingMatch, ...] = ()  # KV of other models that its model may reuse
 
     def most_held(self, tokens: int) -> int:
         """Return the tokens whose KV it holds at most, of `tokens`."""
@@ -310,6 +341,7 @@ class KvSources:
     cached_ssd_tokens: int = 0  # that pool node's SSD
     cached_remote_tokens: int = 0  # a pool node on another host
     recomputed_blocks: int = 0  # reusable blocks that could not be loaded and were computed instead
+    sibling_tokens: int = 0  # reused beside `cached_tokens`: another model computed their KV
 
 
 @fast_dataclass

@@ -419,6 +419,7 @@ def _facts(generation: Generation) -> dict[str, Any]:
         "cached_ssd_tokens": stats.cached_ssd_tokens,
         "cached_remote_tokens": stats.cached_remote_tokens,
         "approximate_tokens": stats.approximate_tokens,
+        "sibling_tokens": stats.sibling_tokens,
         "dropped_messages": request.dropped_messages,
         "attempts": stats.attempts,
         "prefill_node": stats.prefill_node,

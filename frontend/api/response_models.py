@@ -63,7 +63,7 @@ class Timing(ResponseModel):
 
 
 class ReceiptKv(ResponseModel):
-    """Sources of the KV of an attempt's prompt: all fields but the last add up to the prompt's tokens."""
+    """Sources of the KV of an attempt's prompt: all fields but `recomputed_blocks` add up to the prompt's tokens."""
 
     computed_tokens: Count
     cached_own_tokens: Count
@@ -71,6 +71,7 @@ class ReceiptKv(ResponseModel):
     cached_ssd_tokens: Count
     cached_remote_tokens: Count
     recomputed_blocks: Count
+    sibling_tokens: Count = 0  # earlier receipts do not have it
 
 
 class ReceiptAttempt(ResponseModel):
@@ -122,6 +123,7 @@ class MoonpoolExtension(ResponseModel):
     cached_ssd_tokens: Count
     cached_remote_tokens: Count
     approximate_tokens: Count
+    sibling_tokens: Count
     dropped_messages: Count
     attempts: Count
     prefill_node: str

@@ -64,6 +64,7 @@ async def test_an_answer_carries_where_its_kv_came_from_and_its_decision(cluster
                     "cached_ssd_tokens": 2,
                     "cached_remote_tokens": 1,
                     "recomputed_blocks": 0,
+                    "sibling_tokens": 0,
                 },
             }
         ],

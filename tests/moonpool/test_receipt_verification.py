@@ -117,6 +117,7 @@ def proto(kv: KvSources) -> conductor_pb2.KvSources:
         cached_ssd_tokens=kv.cached_ssd_tokens,
         cached_remote_tokens=kv.cached_remote_tokens,
         recomputed_blocks=kv.recomputed_blocks,
+        sibling_tokens=kv.sibling_tokens,
     )
 
 

@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from engine import ForwardBatch, LayerInputs, LayerSpan, Model, PagedCache, Recomputation, SequenceChunk, load_model
+from engine import LayerSpan, Model, load_model
 from engine.random_model import RandomModelSpec, write_random_model
 from kvpool import kv_namespace
 from moonpool_proto.v1.worker_pb2 import Submit
 from tests.worker.node_pair import BLOCK, Pair, Start
+from tests.worker.sibling_reference import own_wrong_tokens, write_profile, wrong_tokens
 from worker.errors import StartupError
 from worker.hidden_memory import hidden_parts, hidden_spec
-from worker.policy.reuse_profile import ReuseAccuracy, ReusePoint, ReuseProfile, save_reuse_profile
 from worker.slot_memory import spec_of
 
 LAYERS = 4
@@ -37,33 +36,6 @@ class Siblings:
     profile: Path
 
 
-def write_profile(path: Path, sender: Model, receiver: Model, /, **changed: Any) -> Path:
-    points = [
-        ReusePoint(span.first, span.last, 0.1 * (i + 1), 0.9, 0.04 - 0.01 * i, (0.0, 0.1))
-        for i, span in enumerate(SPANS)
-    ]
-    values: dict[str, Any] = {
-        "sender": "sender",
-        "sender_fingerprint": sender.fingerprint,
-        "receiver": "receiver",
-        "receiver_fingerprint": receiver.fingerprint,
-        "tokenizer": "test",
-        "dtype": "float32",
-        "num_layers": LAYERS,
-        "hidden_size": sender.config.hidden_size,
-        "made": "2026-01-01",
-        "data_sha256": "0" * 64,
-        "contexts": 1,
-        "questions": 1,
-        "context_tokens": 100.0,
-        "accuracy": ReuseAccuracy(0.1, 0.9, 0.5),
-        "max_quality_loss": 0.05,
-        "points": tuple(points),
-    }
-    save_reuse_profile(ReuseProfile(**values | changed), path)
-    return path
-
-
 @pytest.fixture(scope="module")
 def siblings(tmp_path_factory: pytest.TempPathFactory) -> Siblings:
     folder = tmp_path_factory.mktemp("siblings")
@@ -72,40 +44,15 @@ def siblings(tmp_path_factory: pytest.TempPathFactory) -> Siblings:
         for name, seed in (("sender", 3), ("receiver", 4))
     ]
     sender, receiver = (load_model(path, threads=1) for path in paths)
-    return Siblings(*paths, sender, receiver, write_profile(folder / "reuse.json", sender, receiver))
+    return Siblings(*paths, sender, receiver, write_profile(folder / "reuse.json", sender, receiver, SPANS))
 
 
 def ids_of(length: int = PROMPT, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, length).tolist()
 
 
-def expected(siblings: Siblings, ids: list[int], blocks: range, span: LayerSpan) -> list[int]:
-    """The greedy answer of the receiver whose prompt has the sender's KV in `blocks`, but for the layers of `span`."""
-    sender, receiver = siblings.sender, siblings.receiver
-    tables = (np.arange(-(-(len(ids) + ANSWER) // BLOCK), dtype=np.int32),)
-
-    def chunk(start: int, end: int, *, logits: bool = False) -> SequenceChunk:
-        return SequenceChunk(np.array(ids[start:end], np.int32), start, tables, want_logits=logits)
-
-    sent, mixed = (PagedCache(m.kv_groups, [len(tables[0])], BLOCK) for m in (sender, receiver))
-    begin, end = blocks.start * BLOCK, blocks.stop * BLOCK
-    entered = list[torch.Tensor]()
-    wanted = LayerInputs(frozenset({span.first}), lambda _, rows: entered.append(rows.clone()))
-    sender.forward(ForwardBatch([chunk(0, end)], layer_inputs=wanted), sent)
-    if begin:
-        receiver.forward(ForwardBatch([chunk(0, begin)]), mixed)
-    for layer in range(LAYERS):
-        if not span.first <= layer <= span.last:
-            mixed.views[0][blocks.start : blocks.stop, layer] = sent.views[0][blocks.start : blocks.stop, layer]
-    inputs = entered[0][begin:] if span.first else None
-    receiver.forward(ForwardBatch([chunk(begin, end)], Recomputation(span, inputs)), mixed)
-    logits = receiver.forward(ForwardBatch([chunk(end, len(ids), logits=True)]), mixed)
-    out = [int(logits[-1].argmax())]
-    while len(out) < ANSWER:
-        at = len(ids) + len(out) - 1
-        step = SequenceChunk(np.array(out[-1:], np.int32), at, tables, want_logits=True)
-        out.append(int(receiver.forward(ForwardBatch([step]), mixed)[0].argmax()))
-    return out
+def wrong(siblings: Siblings, ids: list[int], answer: list[int], blocks: range, span: LayerSpan) -> list[int]:
+    return wrong_tokens((siblings.sender, siblings.receiver), ids, answer, blocks, span, BLOCK)
 
 
 def reusing(pair: Pair, siblings: Siblings, ids: list[int], name: str, span: LayerSpan, **options: Any) -> Submit:
@@ -149,20 +96,13 @@ async def test_the_answer_is_that_of_the_mixed_kv(start_pair: Start, siblings: S
     await sends.ask(ids, "context")
     request = await ask(receives, reusing(receives, siblings, ids, "reuse", span))
     blocks = range(PROMPT // BLOCK)
-    assert request.token_ids == expected(siblings, ids, blocks, span)
+    assert wrong(siblings, ids, request.token_ids, blocks, span) == []
     timing = request.messages[0].timing
     assert (timing.sibling_tokens, timing.cached_tokens, timing.approximate_tokens) == (64, 0, 64)
     # Nothing of it is reused as the receiver's own.
     again = await receives.ask(ids, "exact")
     assert again.cached_tokens == 0
-    assert again.token_ids == greedy(siblings.receiver, ids)
-
-
-def greedy(model: Model, ids: list[int], count: int = ANSWER) -> list[int]:
-    out = list(ids)
-    for _ in range(count):
-        out.append(int(model.score(np.array(out, dtype=np.int32))[-1].argmax()))
-    return out[len(ids) :]
+    assert own_wrong_tokens(siblings.receiver, ids, again.token_ids) == []
 
 
 async def test_exact_kv_comes_first_and_the_rest_from_the_sibling(start_pair: Start, siblings: Siblings) -> None:
@@ -174,7 +114,7 @@ async def test_exact_kv_comes_first_and_the_rest_from_the_sibling(start_pair: St
     request = await ask(receives, reusing(receives, siblings, ids, "reuse", SPANS[0]))
     timing = request.messages[0].timing
     assert (timing.cached_tokens, timing.sibling_tokens) == (24, 40)
-    assert request.token_ids == expected(siblings, ids, range(3, 8), SPANS[0])
+    assert wrong(siblings, ids, request.token_ids, range(3, 8), SPANS[0]) == []
 
 
 async def test_the_senders_answer_is_context_up_to_its_whole_blocks(start_pair: Start, siblings: Siblings) -> None:
@@ -184,7 +124,7 @@ async def test_the_senders_answer_is_context_up_to_its_whole_blocks(start_pair: 
     ids += answer.token_ids[:24] + ids_of(5, seed=1)
     request = await ask(receives, reusing(receives, siblings, ids, "reuse", SPANS[0]))
     assert request.messages[0].timing.sibling_tokens == 88
-    assert request.token_ids == expected(siblings, ids, range(11), SPANS[0])
+    assert wrong(siblings, ids, request.token_ids, range(11), SPANS[0]) == []
 
 
 @pytest.mark.parametrize("what", ["kv", "inputs"])
@@ -203,7 +143,7 @@ async def test_flipped_bits_are_found_and_the_rest_is_computed(
     flip(sends, namespaces[what], sends.submit(ids, "x").chain[3 * 16 : 4 * 16])
     request = await ask(receives, reusing(receives, siblings, ids, "reuse", span))
     assert request.messages[0].timing.sibling_tokens == 24
-    assert request.token_ids == expected(siblings, ids, range(3), span)
+    assert wrong(siblings, ids, request.token_ids, range(3), span) == []
     assert receives.prefill.node.counters.snapshot()["digest_mismatches"] == 1
 
 
@@ -213,7 +153,7 @@ async def test_without_a_profile_nothing_is_stored_or_reused(start_pair: Start, 
     await sends.ask(ids, "context")
     request = await ask(receives, reusing(receives, siblings, ids, "reuse", SPANS[0]))
     assert request.messages[0].timing.sibling_tokens == 0
-    assert request.token_ids == greedy(siblings.receiver, ids)
+    assert own_wrong_tokens(siblings.receiver, ids, request.token_ids) == []
 
 
 async def test_a_point_that_the_profile_does_not_have_is_not_used(start_pair: Start, siblings: Siblings) -> None:
@@ -222,7 +162,7 @@ async def test_a_point_that_the_profile_does_not_have_is_not_used(start_pair: St
     await sends.ask(ids, "context")
     request = await ask(receives, reusing(receives, siblings, ids, "reuse", LayerSpan(0, 2)))
     assert request.messages[0].timing.sibling_tokens == 0
-    assert request.token_ids == greedy(siblings.receiver, ids)
+    assert own_wrong_tokens(siblings.receiver, ids, request.token_ids) == []
 
 
 @pytest.mark.parametrize(
@@ -237,6 +177,6 @@ async def test_a_point_that_the_profile_does_not_have_is_not_used(start_pair: St
 async def test_an_unsuitable_profile_is_refused_by_the_field(
     start_pair: Start, siblings: Siblings, tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
-    profile = write_profile(tmp_path / "other.json", siblings.sender, siblings.receiver, **changed)
+    profile = write_profile(tmp_path / "other.json", siblings.sender, siblings.receiver, SPANS, **changed)
     with pytest.raises(StartupError, match=message):
         await start_pair(path=siblings.sender_path, reuse_profile=(str(profile),))

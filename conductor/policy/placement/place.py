@@ -20,6 +20,7 @@ from conductor.policy.placement.colocated import consider_colocated
 from conductor.policy.placement.copying import copy_after
 from conductor.policy.placement.plan import PlacementPlan, extrapolated, make_plan, ttft_with_s
 from conductor.policy.placement.prefill import holders, replicas_used, without_replicas
+from conductor.policy.placement.siblings import consider_sibling
 from conductor.policy.queue_position import join_queue, reject_endless
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.role_plan import arrived, turned_away
@@ -48,6 +49,7 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     plan = make_plan(context, places)
     idle_s = _idle_s(request, plan, costs)
     objectives = _objectives(state, request, former, idle_s)
+    plan = consider_sibling(context, plan, objectives)
     plan, considered, colocated = consider_colocated(context, plan, objectives)
     beyond = extrapolated(context, plan)
     forecast = forecast_of(context, plan, objectives, idle_s[1])
@@ -179,6 +181,7 @@ def placed_by(
         reserve_tokens=plan.places.need_tokens if reserves else 0,
         helpers=plan.group.helpers if plan.group is not None else (),
         local_blocks=scores.best.local_blocks,
+        sibling=plan.sibling,
     )
 
 

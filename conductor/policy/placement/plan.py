@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.policy.decisions import NOTHING_CONSIDERED, Considered
+from conductor.policy.decisions import NOTHING_CONSIDERED, Considered, SiblingChoice
 from conductor.policy.events import PoolMatches, to_ns
 from conductor.policy.lengths import ENDLESS
 from conductor.policy.nodes import Candidates
@@ -69,6 +69,7 @@ class PlacementPlan:
     decode: DecodePlan | None
     group: PrefillGroupPlan | None  # helpers of the chosen node
     ttft_s: float  # with the wait for decode pages
+    sibling: SiblingChoice | None = None  # whose KV is reused after the model's own
 
     @property
     def chosen(self) -> int:

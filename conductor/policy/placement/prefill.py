@@ -30,6 +30,7 @@ __all__ = [
     "choose_prefill",
     "find_prefixes",
     "holders",
+    "most_reused",
     "replicas_used",
     "score_candidates",
     "without_replicas",
@@ -145,7 +146,7 @@ def _arrival(context: PlacementContext, key: tuple[int, ...], clock: tuple[int, 
     request, model = context.request, context.model
     threshold = context.state.fetch_threshold
     tokens = request.prompt_tokens, request.window_tokens or request.prompt_tokens
-    sizes = *tokens, _most_reused(context), model.block_tokens, *model.kv_sizes
+    sizes = *tokens, most_reused(context), model.block_tokens, *model.kv_sizes
     arrival = np.empty(1, ARRIVAL)
     arrival[0] = *key, *clock, *sizes, threshold
     return arrival
@@ -168,7 +169,7 @@ def find_prefixes(context: PlacementContext, matches: PoolMatches, nodes: Candid
     """
     candidates = _records(context, nodes)
     best, have, on_ssd, num_sends = prefill_kernels().prefixes(
-        _most_reused(context), _usable_matches(context, matches), loads, candidates
+        most_reused(context), _usable_matches(context, matches), loads, candidates
     )
     return Prefixes(candidates, have, on_ssd, matches.roster[best] if best >= 0 else "", num_sends)
 
@@ -179,7 +180,7 @@ def _records(context: PlacementContext, nodes: Candidates) -> Records:
     if held.roster:
         table = context.state.nodes
         by_slot = np.zeros(table.num_slots + 1, np.int64)  # the last for workers that have left
-        by_slot[table.answering_slots(held.roster)] = np.clip(held.blocks, 0, _most_reused(context))
+        by_slot[table.answering_slots(held.roster)] = np.clip(held.blocks, 0, most_reused(context))
         by_slot[-1] = 0
         records["local_blocks"] = by_slot[nodes.slots]
     return records
@@ -196,7 +197,7 @@ def _usable_matches(context: PlacementContext, matches: PoolMatches) -> Records:
     return usable
 
 
-def _most_reused(context: PlacementContext) -> int:
+def most_reused(context: PlacementContext) -> int:
     """Return the most blocks to reuse: never the whole prompt, so that at least one token is computed."""
     request, block_tokens = context.request, context.model.block_tokens
     most = (request.prompt_tokens - 1) // block_tokens
@@ -231,7 +232,7 @@ def without_replicas(context: PlacementContext, replicas: Mapping[str, Replica])
 
 def _usable(context: PlacementContext) -> list[PoolMatch]:
     """Return the matches that `find_prefixes` uses, one by one."""
-    request, limit = context.request, _most_reused(context)
+    request, limit = context.request, most_reused(context)
     return [
         match if match.blocks <= limit else replace(match, blocks=limit, ssd_blocks=min(match.ssd_blocks, limit))
         for match in request.matches

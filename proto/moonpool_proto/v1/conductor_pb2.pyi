@@ -274,12 +274,14 @@ class SiblingPoint(_message.Message):
     COST_FIELD_NUMBER: _builtins.int
     QUALITY_LOSS_FIELD_NUMBER: _builtins.int
     INPUT_NAMESPACE_FIELD_NUMBER: _builtins.int
+    INPUT_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     first_layer: _builtins.int
     last_layer: _builtins.int
     cost: _builtins.float
     quality_loss: _builtins.float
     input_namespace: _builtins.bytes
     """of the hidden states that enter first_layer; empty for layer 0"""
+    input_bytes_per_token: _builtins.int
     def __init__(
         self,
         *,
@@ -288,10 +290,11 @@ class SiblingPoint(_message.Message):
         cost: _builtins.float = ...,
         quality_loss: _builtins.float = ...,
         input_namespace: _builtins.bytes = ...,
+        input_bytes_per_token: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "first_layer", b"first_layer", "input_namespace", b"input_namespace", "last_layer", b"last_layer", "quality_loss", b"quality_loss"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "first_layer", b"first_layer", "input_bytes_per_token", b"input_bytes_per_token", "input_namespace", b"input_namespace", "last_layer", b"last_layer", "quality_loss", b"quality_loss"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1153,6 +1156,7 @@ class KvSources(_message.Message):
     CACHED_SSD_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_REMOTE_TOKENS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SIBLING_TOKENS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """tokens whose KV was reused; the others were computed"""
     cached_dram_tokens: _builtins.int
@@ -1165,6 +1169,8 @@ class KvSources(_message.Message):
     """another host's pool"""
     recomputed_blocks: _builtins.int
     """reusable blocks that could not be loaded and were computed instead"""
+    sibling_tokens: _builtins.int
+    """reused beside cached_tokens: another model computed their KV"""
     def __init__(
         self,
         *,
@@ -1173,10 +1179,11 @@ class KvSources(_message.Message):
         cached_ssd_tokens: _builtins.int = ...,
         cached_remote_tokens: _builtins.int = ...,
         recomputed_blocks: _builtins.int = ...,
+        sibling_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_dram_tokens", b"cached_dram_tokens", "cached_remote_tokens", b"cached_remote_tokens", "cached_ssd_tokens", b"cached_ssd_tokens", "cached_tokens", b"cached_tokens", "recomputed_blocks", b"recomputed_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_dram_tokens", b"cached_dram_tokens", "cached_remote_tokens", b"cached_remote_tokens", "cached_ssd_tokens", b"cached_ssd_tokens", "cached_tokens", b"cached_tokens", "recomputed_blocks", b"recomputed_blocks", "sibling_tokens", b"sibling_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
