@@ -138,6 +138,11 @@ class EngineNode(ABC):
     def kv_nbytes(self) -> int:
         """Size of the engine's KV cache."""
 
+    @property
+    def hidden_nbytes(self) -> int:
+        """Host memory for hidden states that siblings reuse, in bytes; none is taken on the engine's device."""
+        return 0
+
     @abstractmethod
     def _kv_at_rest(self) -> tuple[list[str], dict[str, float]]:
         """Return (problems, counts) of the engine's KV, as `validate`."""
@@ -407,6 +412,7 @@ class EngineNode(ABC):
             "draining": self.draining.is_set(),
             "time": time.time(),
             "kv_bytes": self.kv_nbytes,
+            "hidden_bytes": self.hidden_nbytes,
             "counters": dict(self.counters.snapshot()),
             "counts": self.validate()[1],
         }

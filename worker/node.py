@@ -202,6 +202,10 @@ class WorkerNode(EngineNode):
     def kv_nbytes(self) -> int:
         return self.memory.nbytes
 
+    @property
+    def hidden_nbytes(self) -> int:
+        return sum(memory.nbytes for memory in self._hidden)
+
     def _engine_counters(self) -> dict[str, float]:
         moved = {f"messenger_{name}": count for name, count in self.messenger.reported().items()}
         return {**self.model.counters(), **moved}

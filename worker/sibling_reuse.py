@@ -140,11 +140,6 @@ class SiblingKv:
             steps.keep_inputs(self.hidden, frozenset(self._sent))
 
     @property
-    def extra_nbytes(self) -> int:
-        """Host memory for hidden states, in bytes; none is taken on the engine's device."""
-        return 0 if self.hidden is None else self.hidden.nbytes
-
-    @property
     def num_pinned(self) -> int:
         """Number of leases held."""
         return sum(connector.num_pinned for connector in self._connectors)

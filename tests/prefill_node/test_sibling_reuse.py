@@ -99,6 +99,8 @@ async def test_the_answer_is_that_of_the_mixed_kv(start_pair: Start, siblings: S
     assert wrong(siblings, ids, request.token_ids, blocks, span) == []
     timing = request.messages[0].timing
     assert (timing.sibling_tokens, timing.cached_tokens, timing.approximate_tokens) == (64, 0, 64)
+    # Three layers' states for each of 1,024 tokens, in host memory.
+    assert sends.prefill.node.hidden_nbytes == 3 * 1024 * siblings.sender.config.hidden_size * 4
     # Nothing of it is reused as the receiver's own.
     again = await receives.ask(ids, "exact")
     assert again.cached_tokens == 0

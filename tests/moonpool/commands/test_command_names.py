@@ -69,6 +69,7 @@ def test_an_earlier_name_is_hidden_and_has_the_flags_of_the_grouped_command(comm
 def test_the_top_level_shows_no_earlier_name() -> None:
     top = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     shown = (
-        "serve chat demo config status top validate doctor download node pool slo trace bench simulate decisions keys"
+        "serve chat demo config status top validate doctor download node pool slo trace bench simulate decisions "
+        "droidspeak keys"
     )
     assert {name for name, command in top.items() if not command.hidden} == set(shown.split())
