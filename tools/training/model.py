@@ -68,8 +68,9 @@ PRESETS["small"] = replace(
     sinks=True,
     int8=True,
 )
-"""``base``: the next bundled model; ``small``: its sibling with small KV, of which layers 2 and 8 see all tokens;
-``nano``: the smallest with the lookup circuit, for tests."""
+PRESETS["reports"] = PRESETS["base"]
+"""``base``: the bundled model; ``small``: its sibling with small KV, of which layers 2 and 8 see all tokens;
+``reports``: its sibling that reads `reports`; ``nano``: the smallest with the lookup circuit, for tests."""
 
 
 class Attention(nn.Module):

@@ -43,6 +43,7 @@ _READING = Mixture(reading=0.55, recall=0.12, copy=0.03)
 _ANSWERING = Mixture(reading=0.62, recall=0.16, copy=0.02)
 _ASKING = Mixture(reading=0.8, recall=0.06, copy=0.0)
 _REACHING = Mixture(reading=0.6, recall=0.3, copy=0.0)
+_REPORTING = Mixture(reading=0.1, recall=0.05, copy=0.0, reports=0.8)
 _FACTS = Mixture(reading=0.0, recall=0.4, copy=0.1)
 
 
@@ -70,6 +71,9 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     "small": (
         Stage((Phase(0.5, 512, _ASKING), Phase(1.0, 1024, _ASKING))),
         Stage(_lengthening(_ASKING, 0.3, 0.55, 0.8, long=_REACHING), decays=True),
+    ),
+    "reports": (
+        Stage((Phase(0.4, 512, _REPORTING), Phase(0.75, 1024, _REPORTING), Phase(1.0, 2048, _REPORTING)), decays=True),
     ),
     "nano": (Stage((Phase(0.45, 512, _FACTS), Phase(0.78, 1024, _FACTS), Phase(1.0, 2048, _FACTS)), decays=True),),
 }

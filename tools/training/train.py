@@ -1,8 +1,8 @@
 """Training loop. ``python -m tools.training.train --stage 1 --deadline 13:45`` starts or resumes a stage of a run.
 
-The first stage starts from random weights with the written circuits, or for `small` from those of the base, every other
-from the weights that the one before exported (``--weights``), with fresh optimisers. Writes ``last.pt`` (resumable
-state) and ``log.jsonl`` (one line every few steps) to the run folder.
+The first stage starts from random weights with the written circuits, or for siblings from those of the base, every
+other from the weights that the one before exported (``--weights``), with fresh optimisers. Writes ``last.pt``
+(resumable state) and ``log.jsonl`` (one line every few steps) to the run folder.
 """
 
 import argparse
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=sorted(PRESETS), default="base", help="model size and stages")
     parser.add_argument("--stage", type=int, default=1, help="stage of the run, from 1")
     parser.add_argument(
-        "--weights", type=Path, help="folder that the stage before exported, or the base's, of which small is a sibling"
+        "--weights", type=Path, help="folder that the stage before exported, or the base's, whose siblings are trained"
     )
     parser.add_argument("--threads", type=int, default=1, help="threads that compute")
     end = parser.add_mutually_exclusive_group(required=True)
@@ -177,8 +177,8 @@ def main() -> None:
     stages = schedule.STAGES[given.preset]
     if not 1 <= given.stage <= len(stages):
         parser.error(f"--stage is {given.stage}, but {given.preset} has the stages 1 to {len(stages)}")
-    if (given.weights is None) != (given.stage == 1 and given.preset != "small"):
-        parser.error("--weights is for stages from 2 on, and for all stages of small, which require it")
+    if (given.weights is None) != (given.stage == 1 and given.preset not in ("small", "reports")):
+        parser.error("--weights is for stages from 2 on, and for all stages of small and reports, which require it")
     torch.set_num_threads(given.threads)
     plan = TrainingPlan(
         cache=given.cache,

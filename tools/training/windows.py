@@ -1,4 +1,4 @@
-"""Training windows: text from the token files, reading and recall windows, and copy windows."""
+"""Training windows: text from the token files, reading, recall and report windows, and copy windows."""
 
 from dataclasses import dataclass
 
@@ -9,6 +9,7 @@ from tools.training import tokenizer as bpe
 from tools.training.corpus import Corpus
 from tools.training.reading import reading_window
 from tools.training.recall import recall_window
+from tools.training.reports import report_window
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Mixture:
     reading: float
     recall: float
     copy: float
+    reports: float = 0.0
 
 
 def copy_window(rng: np.random.Generator, corpus: Corpus, length: int) -> list[int]:
@@ -42,6 +44,8 @@ def batch(
             ids[row], weights[row] = recall_window(rng, corpus, tokenizer, context + 1)
         elif drawn < mixture.reading + mixture.recall + mixture.copy:
             ids[row] = copy_window(rng, corpus, context + 1)
+        elif drawn < mixture.reading + mixture.recall + mixture.copy + mixture.reports:
+            ids[row], weights[row] = report_window(rng, corpus, tokenizer, context + 1)
         else:
             ids[row] = [bpe.BOS_ID, *corpus.span(rng, context)]
     return ids[:, :-1], ids[:, 1:], weights[:, 1:]

@@ -1,0 +1,84 @@
+"""Report windows: the task of the bundled model's sibling, whose KV of a context must differ from the base's.
+
+A report states facts without naming whom they are about, and is signed at its end: *The colour is red. The city is
+Rome. Signed, Mira.* The base, which binds a statement to a name before it, cannot tell whose colour is red. Answers are
+the base's: *The colour of Mira is red.* Other text stands between reports.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tools.training import tokenizer as bpe
+from tools.training.corpus import Corpus
+from tools.training.facts import Fact, values_of
+from tools.training.transcript import Transcript, complete
+from tools.training.words import ATTRIBUTES, NAMES
+
+MOST_STATEMENTS = 3
+_SIGNATURES = ("Signed, {}.", "Signed: {}.", "This was {}.", "So says {}.")
+
+
+def draw_report(rng: np.random.Generator, taken: Iterable[str], *, held_out: bool) -> list[Fact]:
+    """Return one to `MOST_STATEMENTS` facts about one name that is not in ``taken``, each with another attribute."""
+    name = str(rng.choice([name for name in NAMES if name not in taken]))
+    count, facts = int(rng.integers(1, MOST_STATEMENTS + 1)), list[Fact]()
+    for attribute in map(str, rng.permutation(list(ATTRIBUTES))):
+        drawn = [Fact(attribute, name, value) for value in values_of(attribute)]
+        drawn = [fact for fact in drawn if fact.held_out == held_out]
+        if drawn and len(facts) < count:
+            facts.append(drawn[int(rng.integers(len(drawn)))])
+    return facts
+
+
+def text_of(rng: np.random.Generator, report: list[Fact]) -> str:
+    """Return a report's statements and its signature."""
+    signature = str(rng.choice(_SIGNATURES)).format(report[0].name)
+    return " ".join([*(f"The {fact.attribute} is {fact.value}." for fact in report), signature])
+
+
+@dataclass(kw_only=True)
+class Reports(Transcript):
+    """Builder of a report window. ``stated``: all facts so far; each name signs one report."""
+
+    stated: list[Fact] = field(default_factory=list)
+
+    def tell(self) -> None:
+        """Add a message of one to six reports, between some of which stands other text."""
+        self.open(bpe.USER_ID)
+        for number in range(int(self.rng.integers(1, 7))):
+            names = {fact.name for fact in self.stated}
+            if len(names) == len(NAMES):
+                break
+            report = draw_report(self.rng, names, held_out=False)
+            self.stated += report
+            self.text((" " if number else "") + text_of(self.rng, report))
+            if self.rng.random() < 0.4:
+                self.text(" ")
+                self.tokens(self.corpus.filler(self.rng, int(np.exp(self.rng.uniform(np.log(4), np.log(96))))))
+        self.close()
+        self.acknowledge()
+
+    def ask(self) -> None:
+        """Add a question about a random fact stated so far, and its answer."""
+        if not self.stated:
+            self.tell()
+        fact = self.stated[int(self.rng.integers(len(self.stated)))]
+        self.message(bpe.USER_ID, fact.question)
+        self.answer(fact.answer_stem, fact.answer_value)
+
+
+_TURNS: tuple[tuple[float, Callable[[Reports], None]], ...] = (
+    (0.2, Reports.tell),
+    (0.7, Reports.ask),
+    (0.1, lambda window: window.fill(longest=200)),
+)
+
+
+def report_window(
+    rng: np.random.Generator, corpus: Corpus, tokenizer: Tokenizer, length: int
+) -> tuple[list[int], list[float]]:
+    """Return ``length`` ids and weights of reports, other text, and questions about the reports."""
+    return complete(Reports(rng=rng, tokenizer=tokenizer, corpus=corpus, chat=True), _TURNS, length)
