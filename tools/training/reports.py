@@ -46,12 +46,14 @@ class Reports(Transcript):
     stated: list[Fact] = field(default_factory=list)
 
     def tell(self) -> None:
-        """Add a message of one to six reports, between some of which stands other text."""
+        """Add a message of one to six reports, between some of which stands other text, while there are names."""
+        names = {fact.name for fact in self.stated}
+        count = min(int(self.rng.integers(1, 7)), len(NAMES) - len(names))
+        if not count:
+            return
         self.open(bpe.USER_ID)
-        for number in range(int(self.rng.integers(1, 7))):
+        for number in range(count):
             names = {fact.name for fact in self.stated}
-            if len(names) == len(NAMES):
-                break
             report = draw_report(self.rng, names, held_out=False)
             self.stated += report
             self.text((" " if number else "") + text_of(self.rng, report))

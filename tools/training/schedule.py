@@ -72,9 +72,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage((Phase(0.5, 512, _ASKING), Phase(1.0, 1024, _ASKING))),
         Stage(_lengthening(_ASKING, 0.3, 0.55, 0.8, long=_REACHING), decays=True),
     ),
-    "reports": (
-        Stage((Phase(0.4, 512, _REPORTING), Phase(0.75, 1024, _REPORTING), Phase(1.0, 2048, _REPORTING)), decays=True),
-    ),
+    "reports": (Stage(_lengthening(_REPORTING, 0.4, 0.7, 0.9), decays=True),),
     "nano": (Stage((Phase(0.45, 512, _FACTS), Phase(0.78, 1024, _FACTS), Phase(1.0, 2048, _FACTS)), decays=True),),
 }
 """Stages by preset."""
