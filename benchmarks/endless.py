@@ -40,6 +40,7 @@ from benchmarks.sse import completion_events
 from benchmarks.stored import PICTURES, store
 from engine import Model, load_model
 from engine.rolling import RollingWindow
+from moonpool.sink_check import token_losses
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ("docs/structure.md", "docs/kv-pool.md", "docs/costs.md", "docs/fairness.md", "docs/simulate.md", "docs/slo.md")
@@ -103,14 +104,6 @@ def measure_losses(model: Model, ids: NDArray[np.int32], window: int) -> dict[st
     sampled = np.arange(window, len(ids) - 1, RECOMPUTE_EVERY)
     again = [recomputed_loss(model, ids, int(position), window) for position in sampled]
     return found | {"recompute": _by_position(sampled, np.array(again), window)}
-
-
-def token_losses(logits: NDArray[np.float32], ids: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Return the loss of each token after the first, in nats."""
-    rows = logits[:-1].astype(np.float64)
-    rows -= rows.max(axis=1, keepdims=True)
-    chosen: NDArray[np.float64] = np.log(np.exp(rows).sum(axis=1)) - rows[np.arange(len(rows)), ids[1:]]
-    return chosen
 
 
 def recomputed_loss(model: Model, ids: NDArray[np.int32], position: int, window: int) -> float:

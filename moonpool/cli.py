@@ -92,6 +92,10 @@ _LAZY_GROUPS = (
         "[bold]moonpool decisions replay out/decisions --set ttft_objective_s=1[/bold]",
     ),
     (
+        "model",
+        "Check models before they are served.\n\n[bold]moonpool model check ./my-llama --window 1024[/bold]",
+    ),
+    (
         "droidspeak",
         "Let a model reuse the KV of another one that was tuned from the same base.\n\n"
         "[bold]moonpool droidspeak profile ./base ./tuned questions.jsonl --out reuse.json[/bold]",

@@ -70,6 +70,6 @@ def test_the_top_level_shows_no_earlier_name() -> None:
     top = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     shown = (
         "serve chat demo config status top validate doctor download node pool slo trace bench simulate decisions "
-        "droidspeak keys"
+        "model droidspeak keys"
     )
     assert {name for name, command in top.items() if not command.hidden} == set(shown.split())
