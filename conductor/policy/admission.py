@@ -93,7 +93,7 @@ def _cost_of(context: PlacementContext, plan: PlacementPlan, ttft_s: float, tbt_
     prefill_s, decode_s = plan.scores.best.prefill_s if ttft_s else 0.0, 0.0
     if decode is not None and tbt_s:
         answer_tokens = context.state.lengths.expected(plan.curve, request.max_new_tokens)
-        mean_context = request.prompt_tokens + answer_tokens / 2
+        mean_context = request.seen_tokens + answer_tokens / 2
         decode_s = decode_need_s(answer_tokens, mean_context, context.costs.decode, tbt_s)
     if nodes.is_aggregated.item(plan.chosen):
         prefill_s, decode_s = prefill_s + decode_s, 0.0
@@ -179,7 +179,7 @@ def _refused(
         context.state,
         context.costs,
         now_ns=context.now_ns,
-        prompt_tokens=request.prompt_tokens,
+        prompt_tokens=request.seen_tokens,
         objective_s=tbt_objective_s,
     )
     return _reject(request, "tbt", _message("time between tokens", plan.tbt_s, tbt_objective_s), wait_s)

@@ -498,11 +498,15 @@ class ModelCosts:
         """Leading arguments of `tbt_s`."""
         return self.terms.decode
 
-    def prefill_cost_s(self, new_tokens: int, reused_tokens: int = 0, slot: int = NONE) -> float:
-        """Return the predicted seconds of a prefill on the node `slot`, or on a typical one."""
+    def prefill_cost_s(self, new_tokens: int, reused_tokens: int = 0, slot: int = NONE, *, most_seen: int = 0) -> float:
+        """Return the predicted seconds of a prefill on the node `slot`, or on a typical one.
+
+        `most_seen`: as in `cost_formulas.prefill_s`.
+        """
         prompt = new_tokens + reused_tokens
-        seconds = prefill_s(*self.prefill, prompt, reused_tokens) * self.slowdowns.of(PREFILL, slot)
-        return seconds * margin(new_tokens, self.prefill_most[0], prompt, self.prefill_most[1])
+        seconds = prefill_s(*self.prefill, prompt, reused_tokens, most_seen) * self.slowdowns.of(PREFILL, slot)
+        seen = min(prompt, most_seen) if most_seen else prompt
+        return seconds * margin(seen - reused_tokens, self.prefill_most[0], seen, self.prefill_most[1])
 
     def step_cost_s(self, batch: float, context: float, max_batch: int, slot: int = NONE) -> float:
         """Return the predicted seconds between tokens on the node `slot`, or on a typical one.

@@ -323,6 +323,11 @@ class RequestArrived:
     window_tokens: int = 0  # most tokens whose KV it holds at once; 0: that of all
     siblings: tuple[SiblingMatch, ...] = ()  # KV of other models that its model may reuse
 
+    @property
+    def seen_tokens(self) -> int:
+        """Prompt tokens that the first token of the answer sees at most."""
+        return self.most_held(self.prompt_tokens)
+
     def most_held(self, tokens: int) -> int:
         """Return the tokens whose KV it holds at most, of `tokens`."""
         return min(tokens, self.window_tokens) if self.window_tokens else tokens

@@ -194,9 +194,10 @@ class Prices:
     max_batch: int
     num_blocks: int  # blocks of KV on the decode node; 0: the request does not decode
 
-    def prefill_s(self, prompt_tokens: int, reused_tokens: int) -> float:
+    def prefill_s(self, prompt_tokens: int, reused_tokens: int, window_tokens: int) -> float:
         """Return the charge of a prompt of which `reused_tokens` were not computed."""
-        return prefill_s(*self.prefill, prompt_tokens, min(reused_tokens, prompt_tokens))
+        seen = min(prompt_tokens, window_tokens) if window_tokens else prompt_tokens
+        return prefill_s(*self.prefill, prompt_tokens, min(reused_tokens, seen), window_tokens)
 
     def decode_s(self, generated_tokens: float, context_tokens: float, kv_block_s: float) -> float:
         """Return the charge of tokens generated at this mean context length, and of the blocks held meanwhile."""
@@ -209,7 +210,10 @@ class Prices:
 
 @dataclass(slots=True)
 class Charge:
-    """Charge of one attempt. `prompt_tokens` excludes the `generated` tokens of earlier attempts."""
+    """Charge of one attempt. `prompt_tokens` excludes the `generated` tokens of earlier attempts.
+
+    `window_tokens` are the most whose KV it holds at once, 0 without a rolling window.
+    """
 
     shares: Shares
     account: Account
@@ -219,6 +223,7 @@ class Charge:
     generated: int
     num_blocks: int  # committed on the decode node
     is_endless: bool
+    window_tokens: int = 0
     charged_ns: int = 0
     weight: float = 1.0  # weight applied to the charge
     held_since_ns: int = _UNKNOWN  # when the decode node reserved the blocks
@@ -256,8 +261,9 @@ class Charge:
         used = Usage(0, tokens, self.num_blocks * self._held_s(now_ns))
         if tokens and not is_lost:
             used.uncached_tokens = max(0, self.prompt_tokens - reused)
-        computed = self.prices.prefill_s(self.prompt_tokens, reused) if used.uncached_tokens else 0.0
-        context = self.prompt_tokens + self.generated + tokens / 2
+        prompt = self.prompt_tokens, reused, self.window_tokens
+        computed = self.prices.prefill_s(*prompt) if used.uncached_tokens else 0.0
+        context = self._mean_context(tokens)
         self._put_right(round((computed + self.prices.decode_s(tokens, context, used.kv_block_s)) * NS))
         self.account.used.add(used)
         if tokens and not self.is_endless and not is_lost:
@@ -273,9 +279,14 @@ class Charge:
         return 0.0 if self.held_since_ns == _UNKNOWN else max(0, now_ns - self.held_since_ns) / NS
 
     def _cost_ns(self, reused_tokens: int, tokens: float, kv_block_s: float) -> int:
-        context = self.prompt_tokens + self.generated + tokens / 2
-        seconds = self.prices.prefill_s(self.prompt_tokens, reused_tokens)
+        context = self._mean_context(tokens)
+        seconds = self.prices.prefill_s(self.prompt_tokens, reused_tokens, self.window_tokens)
         return round((seconds + self.prices.decode_s(tokens, context, kv_block_s)) * NS)
+
+    def _mean_context(self, tokens: float) -> float:
+        """Return the mean number of tokens that a generated token sees, of `tokens`."""
+        context = self.prompt_tokens + self.generated + tokens / 2
+        return min(context, self.window_tokens) if self.window_tokens else context
 
     def _put_right(self, cost_ns: int) -> None:
         self.shares.correct(self.account, cost_ns - self.charged_ns, self.weight)

@@ -174,8 +174,7 @@ def _durations(
     )
     reused, prompt = float((max(have, local) + missing) * request.block_tokens), request.prompt_tokens
     seen = min(prompt, request.seen_tokens)
-    usual_s = _prefill_s(cost.fixed_s, cost.per_token_s, cost.per_pair_s, seen, reused)
-    usual_s += (prompt - seen) * (cost.per_token_s + cost.per_pair_s * seen)  # each further token sees as many
+    usual_s = _prefill_s(cost.fixed_s, cost.per_token_s, cost.per_pair_s, prompt, reused, seen)
     return transfer_s, usual_s, _margin(seen - reused, cost.most_new, float(seen), cost.most_prompt)
 
 

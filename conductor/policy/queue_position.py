@@ -78,7 +78,7 @@ def ordering_key(
         objective_s = wanted.ttft.seconds
     else:
         reused = min(reusable_tokens(), request.prompt_tokens - 1) if wanted.ttft.times else 0
-        unloaded_s = context.costs.prefill_cost_s(request.prompt_tokens - reused, reused) if wanted.ttft.times else 0.0
+        unloaded_s = _unloaded_s(context, reused) if wanted.ttft.times else 0.0
         objective_s = wanted.effective(request.ttft_objective_s, 0.0, unloaded_s, 0.0).ttft_s
     shares = state.shares_of(request.model)
     account = shares.account(request.tenant, state.is_charged)
@@ -107,9 +107,17 @@ def join_queue(context: PlacementContext, position: QueuePosition, row: int, pla
         request.generated,
         booked(row, "committed") // block_tokens,
         request.endless,
+        request.window_tokens,
     )
     charge.open(position.ticket_ns, request.max_new_tokens)
     state.requests.claims[row].charge = charge
+
+
+def _unloaded_s(context: PlacementContext, reused_tokens: int) -> float:
+    """Return the seconds of the request's prefill on an idle node."""
+    request = context.request
+    new = request.prompt_tokens - reused_tokens
+    return context.costs.prefill_cost_s(new, reused_tokens, most_seen=request.window_tokens)
 
 
 def accrue_endless(now_ns: int, state: ClusterState) -> None:

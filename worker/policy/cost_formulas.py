@@ -43,13 +43,19 @@ def fetch_s(over_network_s: float, from_memory_s: float) -> float:
     return max(over_network_s, _LEAST_FETCH * from_memory_s)
 
 
-def prefill_s(fixed: float, per_token: float, per_pair: float, prompt_tokens: int, reused_tokens: float) -> float:
+def prefill_s(
+    fixed: float, per_token: float, per_pair: float, prompt_tokens: int, reused_tokens: float, most_seen: int = 0
+) -> float:
     """Return the seconds to prefill a prompt of which `reused_tokens` are not computed.
 
-    Each new token attends to all reused ones and to half of the new ones (Mooncake's polynomial in both lengths).
+    Each new token attends to all reused ones and to half of the new ones (Mooncake's polynomial in both lengths). With
+    a rolling window, each token beyond the first `most_seen` attends to as many; 0: there is no window.
     """
-    new = prompt_tokens - reused_tokens
-    return fixed + per_token * new + per_pair * new * (reused_tokens + new / 2)
+    seen = min(prompt_tokens, most_seen) if most_seen > 0 else prompt_tokens
+    new = seen - reused_tokens
+    further = prompt_tokens - seen
+    seconds = fixed + per_token * new + per_pair * new * (reused_tokens + new / 2)
+    return seconds + further * (per_token + per_pair * seen)
 
 
 def tbt_s(fixed: float, per_sequence: float, per_token: float, batch: float, context: float, max_batch: int) -> float:

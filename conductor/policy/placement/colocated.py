@@ -165,7 +165,7 @@ def _judged(
         return ColocatedScore(node_id, transfer_s, queue_s, prefill_s, plan.ttft_s, why_not="not_sooner")
     # The last chunk attends to the most tokens. Prompts that wait there share the chunks with this one.
     chunk = min(chunk_tokens, request.prompt_tokens) if queue_s else min(chunk_tokens, new_tokens)
-    step_s = decode_s + context.costs.prefill_cost_s(chunk, request.prompt_tokens - chunk, slot)
+    step_s = decode_s + context.costs.prefill_cost_s(chunk, max(0, request.seen_tokens - chunk), slot)
     here = np.flatnonzero(state.requests.column("decode_node") == slot).tolist()
     wanted = [state.requests.claims[row].objectives.tbt_s for row in here]
     tightest_s = min((bound for bound in (*wanted, objectives.tbt_s) if 0 < bound < inf), default=0.0)

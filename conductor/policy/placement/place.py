@@ -129,7 +129,7 @@ def _withdraw_former(state: ClusterState, request: RequestArrived) -> Claim | No
 
 def _idle_s(request: RequestArrived, plan: PlacementPlan, costs: ModelCosts) -> tuple[float, float]:
     """Return TTFT without a queue on the best node, reused prefix included, and TBT in a batch of one."""
-    return plan.scores.idle_s, tbt_s(*costs.decode, 1, request.prompt_tokens, 1)
+    return plan.scores.idle_s, tbt_s(*costs.decode, 1, request.seen_tokens, 1)
 
 
 def _objectives(
@@ -245,6 +245,6 @@ def case_of(
         prefill=plan.places.prefill.ids[plan.chosen],
         decode=plan.decode.node_id if plan.decode is not None else "",
         need_tokens=plan.places.need_tokens,
-        prompt_tokens=request.prompt_tokens,
+        prompt_tokens=request.seen_tokens,
         objectives=objectives,
     )

@@ -214,7 +214,8 @@ def extrapolated(context: PlacementContext, plan: PlacementPlan) -> tuple[str, .
     request, model, transfers, found = context.request, context.model, context.state.transfers, []
     best = plan.scores.best
     reuse = best.reuse_blocks
-    if not context.costs.covers_prefill(request.prompt_tokens - reuse * model.block_tokens, request.prompt_tokens):
+    seen = request.seen_tokens
+    if not context.costs.covers_prefill(seen - reuse * model.block_tokens, seen):
         found.append("prefill")
     if plan.decode is not None and not plan.decode.choice.is_covered:
         found.append("decode")
