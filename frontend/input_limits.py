@@ -26,8 +26,15 @@ _COUNTED_NBYTES: Final = 1 << 20
 class InputLimits:
     """Limits of one model. While its context length is unknown, only the limit on all bodies applies."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: Callable[[], int], max_body_nbytes: int) -> None:
-        """`max_model_len` returns 0 while it is unknown."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_model_len: Callable[[], int],
+        max_body_nbytes: int,
+        endless_limit_tokens: int = 0,
+    ) -> None:
+        """`max_model_len` returns 0 while it is unknown. `endless_limit_tokens`: of requests with a rolling window."""
+        self._endless_limit_tokens = endless_limit_tokens
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._max_body_nbytes = max_body_nbytes
@@ -48,7 +55,8 @@ class InputLimits:
     def body_values(self, max_prompts: int) -> int:
         """Return the largest number of JSON values in a body: parsing many values holds the interpreter's lock."""
         limit = self._max_model_len()
-        return max(_LEAST_VALUES, min(max_prompts * limit, _MOST_VALUES), limit + _LEAST_VALUES)
+        endless = min(self._endless_limit_tokens, _MOST_VALUES)
+        return max(_LEAST_VALUES, min(max_prompts * limit, _MOST_VALUES), max(limit, endless) + _LEAST_VALUES)
 
     def check_tokenizable(self, text: str, param: str) -> None:
         """Raise ContextLengthExceeded for a text of /tokenize that is certainly longer than four contexts."""

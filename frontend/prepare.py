@@ -280,7 +280,9 @@ class Preparer:
         self._metrics = metrics
         self._threads = threads
         self._grammars = grammars
-        self.limits = InputLimits(tokenizer, lambda: self.max_model_len, config.max_body_nbytes)
+        self.limits = InputLimits(
+            tokenizer, lambda: self.max_model_len, config.max_body_nbytes, config.http.endless_limit_tokens
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -305,7 +307,7 @@ class Preparer:
 
         def read(prompt: str | list[int]) -> list[int]:
             self._check_prompt(prompt, body, limit)
-            return self._truncated(self._reader.prompt_ids(prompt, add_special_tokens=special), body)
+            return self._truncated(self._reader.prompt_ids(prompt, add_special_tokens=special), body, limit)
 
         def begin() -> list[list[int]]:
             check_choices(body, self._config, len(prompts))
@@ -524,14 +526,14 @@ class Preparer:
         if limit:
             self._check_length(self._tokenizer.least_tokens(text, limit), wanted, limit, param=param, least=True)
 
-    def _truncated(self, ids: list[int], body: CompletionBody) -> list[int]:
+    def _truncated(self, ids: list[int], body: CompletionBody, limit: int) -> list[int]:
         """Return the prompt's last `truncate_prompt_tokens` tokens; -1 keeps as many as fit."""
         keep = body.truncate_prompt_tokens
         if keep is None:
             return ids
         if keep == -1:
             wanted = self._config.completion_default_tokens if body.max_tokens is None else body.max_tokens
-            keep = self.max_model_len - max(1, wanted)
+            keep = limit - max(1, wanted)
         if keep < 1:
             raise InvalidRequest(
                 "truncate_prompt_tokens must keep at least 1 token, or be -1 to keep as many as fit beside "
@@ -565,8 +567,11 @@ class Preparer:
         """Raise ContextLengthExceeded if it does not fit. `least`: `num_prompt` is a lower bound."""
         if limit and num_prompt + wanted > limit:
             more = "or more " if least else ""
+            what = "This model's maximum context length"
+            if limit != self.max_model_len:
+                what = "The limit on prompt and answer of endless requests (--endless-limit)"
             raise ContextLengthExceeded(
-                f"This model's maximum context length is {limit} tokens. However, you requested {num_prompt + wanted} "
+                f"{what} is {limit} tokens. However, you requested {num_prompt + wanted} "
                 f"{more}tokens ({num_prompt} {more}in the {param}, {wanted} in the completion). "
                 + (
                     'Request fewer tokens, shorten the chat, or set truncation to "auto" to drop the oldest turns.'

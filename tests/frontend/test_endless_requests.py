@@ -92,7 +92,23 @@ async def test_a_request_longer_than_the_bound_is_refused(start_front: Any) -> N
         body = BODY | {"prompt": [5] * 5000, "endless": {"window": 64}}
         status, answer = await front.post("/v1/completions", body)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-    assert "maximum context length is 5000 tokens" in answer["error"]["message"]
+    limit = "The limit on prompt and answer of endless requests (--endless-limit) is 5000 tokens"
+    assert limit in answer["error"]["message"]
+
+
+async def test_a_stream_of_ids_as_long_as_the_bound_is_taken(start_front: Any, cluster: Any) -> None:
+    """As long as no other request's prompt may be."""
+    body = BODY | {"prompt": [5] * 240_000, "endless": {"window": 64}}
+    submit, _ = await seen_by_workers(start_front, cluster, body, endless_limit_tokens=250_000)
+    assert submit.sampling.max_tokens == 10_000
+
+
+async def test_truncation_keeps_what_the_bound_leaves(start_front: Any, cluster: Any) -> None:
+    body = BODY | {"prompt": [5] * 6000, "endless": {"window": 64}, "truncate_prompt_tokens": -1}
+    submit, _ = await seen_by_workers(
+        start_front, cluster, body, endless_limit_tokens=5000, completion_default_tokens=100
+    )
+    assert len(submit.prompt_ids) // 4 == 4900
 
 
 async def test_a_worker_that_does_not_know_windows_is_named(start_front: Any, cluster: Any) -> None:
