@@ -1,7 +1,7 @@
 """Endless requests at the door: what they may ask, and the rolling window that they get. Pure."""
 
 from frontend.api.request_models import EndlessWindow, GenerationBody
-from frontend.errors import InvalidRequest
+from frontend.errors import FrontendConfigError, InvalidRequest
 from moonpool_proto.v1 import worker_pb2
 
 
@@ -16,6 +16,14 @@ def check_endless(body: GenerationBody, max_tokens: int | None) -> None:
         problem = f"must have one choice, got n = {body.num_choices}: send several requests"
     if problem:
         raise InvalidRequest(f"an endless answer {problem}", param="endless")
+
+
+def check_default_window(window: int, *, block_tokens: int, max_positions: int, model: str) -> None:
+    """Raise FrontendConfigError if the configured window suits no request of the model; 0 is always suitable."""
+    try:
+        rolling_window(True, window, block_tokens=block_tokens, max_model_len=max_positions)
+    except InvalidRequest as error:
+        raise FrontendConfigError(f"--endless-window does not suit model {model!r}: {error}") from error
 
 
 def rolling_window(

@@ -25,7 +25,7 @@ from frontend.api.request_models import (
 from frontend.callers import ApiCaller
 from frontend.cluster import ClusterWatch
 from frontend.config import FrontendConfig, ServedModelConfig
-from frontend.endless import check_endless, rolling_window
+from frontend.endless import check_default_window, check_endless, rolling_window
 from frontend.errors import ContextLengthExceeded, Forbidden, InvalidRequest
 from frontend.event_loop import WorkThreads
 from frontend.grammars import GrammarChecker, requested_grammar, wants_grammar
@@ -258,7 +258,10 @@ def _prompt_logprobs(body: GenerationBody) -> int | None:
 
 
 class Preparer:
-    """Preparation of requests for one model: limits, templates, tokenising and chain keys, in worker threads."""
+    """Preparation of requests for one model: limits, templates, tokenising and chain keys, in worker threads.
+
+    Raises FrontendConfigError for a setting that does not suit the model.
+    """
 
     def __init__(
         self,
@@ -271,6 +274,12 @@ class Preparer:
         metrics: RequestMetrics,
         grammars: GrammarChecker,
     ) -> None:
+        check_default_window(
+            config.http.endless_window,
+            block_tokens=config.block_tokens,
+            max_positions=tokenizer.max_positions,
+            model=model.name,
+        )
         self._config = config
         self._model = model.name
         self._tokenizer = tokenizer

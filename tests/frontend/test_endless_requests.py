@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from frontend.errors import FrontendConfigError
 from moonpool_proto.v1 import common_pb2, worker_pb2
 from tests.frontend.conftest import BLOCK_TOKENS, MAX_MODEL_LEN
 
@@ -109,6 +110,13 @@ async def test_truncation_keeps_what_the_bound_leaves(start_front: Any, cluster:
         start_front, cluster, body, endless_limit_tokens=5000, completion_default_tokens=100
     )
     assert len(submit.prompt_ids) // 4 == 4900
+
+
+@pytest.mark.parametrize("window", [7, 10**6])
+async def test_a_default_window_that_suits_no_request_is_refused_at_the_start(start_front: Any, window: int) -> None:
+    with pytest.raises(FrontendConfigError, match=rf"--endless-window does not suit model .*got {window}"):
+        async with start_front(endless_window=window):
+            pass
 
 
 async def test_a_worker_that_does_not_know_windows_is_named(start_front: Any, cluster: Any) -> None:
