@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,31 @@ async def test_it_survives_the_death_of(
     for name, old in olds.items():
         await cluster.wait_restarted(name, old)
     await cluster.validate()
+
+
+async def test_a_prompt_in_which_the_window_slides_survives_its_prefill_node(
+    cluster: Any, model: Model, session: aiohttp.ClientSession
+) -> None:
+    prompts = [np.random.default_rng(seed).integers(5, 2000, 6000).tolist() for seed in (3, 4)]
+    asked = [asyncio.create_task(first_tokens(session, cluster, prompt, 100)) for prompt in prompts]
+    await prefilling(session, cluster, "prefill-0")
+    old = cluster.kill("prefill-0")
+    assert not any(task.done() for task in asked)
+    for prompt, answer in zip(prompts, await asyncio.gather(*asked), strict=True):
+        assert wrong_tokens(model, prompt, answer) == []
+    await cluster.wait_restarted("prefill-0", old)
+    await cluster.validate()
+
+
+async def prefilling(session: aiohttp.ClientSession, cluster: Any, node_id: str) -> None:
+    """Return once the node reports a request."""
+    async with asyncio.timeout(60):
+        while True:
+            async with session.get(f"{cluster.url}/metrics") as response:
+                text = await response.text()
+            if re.search(rf'^vllm:num_requests_running{{.*"{node_id}".*}} [1-9]', text, re.MULTILINE):
+                return
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(

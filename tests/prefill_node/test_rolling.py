@@ -150,3 +150,62 @@ async def test_a_bad_window_is_refused_by_its_field(
     await request.ended.wait()
     assert request.failures[0].code == "bad_endless"
     assert words in request.failures[0].message
+
+
+async def test_a_flipped_bit_before_the_first_slide_is_found(
+    start_pair: Start, shape: Path, shaped: Model, prompt: Any
+) -> None:
+    pair = await start_pair(pool=True, path=shape)
+    assert pair.pool is not None
+    await ask(pair, prompt(60), "first", max_tokens=1)
+    pair.forget()
+    for block in pair.pool.core.store.index:
+        pair.pool.region.array[block.offsets[0] + 5] ^= 16
+    request = await ask(pair, prompt(60) + prompt(100, seed=1), "again", max_tokens=40)
+    assert request.token_ids == answer(shaped, prompt(60) + prompt(100, seed=1), 40)
+    assert request.cached_tokens == 0
+    assert pair.prefill.node.counters.snapshot()["digest_mismatches"] >= 1
+
+
+@pytest.mark.parametrize("length", [40, 130])
+async def test_blocks_damaged_on_the_way_are_pushed_again(
+    start_pair: Start, shape: Path, shaped: Model, prompt: Any, length: int
+) -> None:
+    pair = await start_pair(path=shape)
+    memory = pair.prefill.node.memory
+    whole, damaged = memory.one_layer_digests, 0
+
+    def wrong_at_first(layer: int, slots: Any, valid: Any) -> Any:
+        nonlocal damaged
+        damaged += 1
+        return whole(layer, slots, valid) ^ np.uint64(damaged == 1)
+
+    memory.one_layer_digests = wrong_at_first  # type: ignore[method-assign]
+    request = await ask(pair, prompt(length), "pushed", max_tokens=90)
+    assert request.token_ids == answer(shaped, prompt(length), 90)
+    assert pair.prefill.node.counters.snapshot()["repushed_blocks"] >= 1
+
+
+async def test_parity_compares_nothing_of_a_request_whose_window_slides(
+    start_pair: Start, shape: Path, shaped: Model, prompt: Any
+) -> None:
+    pair = await start_pair(pool=True, path=shape, parity=1.0)
+    for name in ("one", "two"):
+        request = await ask(pair, prompt(60), name, max_tokens=90)
+        assert request.token_ids == answer(shaped, prompt(60), 90)
+        pair.forget()
+    counters = pair.decode.node.counters.snapshot(), pair.prefill.node.counters.snapshot()
+    assert all(counter.get("parity_mismatches", 0) == 0 for counter in counters)
+
+
+async def test_kv_rounded_in_the_pool_is_reused_up_to_the_first_slide(
+    start_pair: Start, shape: Path, shaped: Model, prompt: Any
+) -> None:
+    pair = await start_pair(pool=True, path=shape, storage="int8")
+    cold = await ask(pair, prompt(60), "cold", max_tokens=90)
+    assert cold.token_ids == answer(shaped, prompt(60), 90)
+    pair.forget()
+    warm = await ask(pair, prompt(60), "warm", max_tokens=90)
+    timing = warm.messages[0].timing
+    assert timing.cached_tokens == timing.approximate_tokens >= 56
+    assert len(warm.token_ids) == 90
