@@ -37,6 +37,7 @@ _FINISH: Final[dict[int, FinishReason]] = {
 _DEADLINE_CODES: Final = frozenset({"deadline", "deadline_exceeded", "timeout"})
 _CLIENTS_CODES: Final = frozenset({"bad_grammar", "grammar", "unsupported", "bad_endless"})
 FIRST_WIRE_WITH_ROLLING: Final = 3
+FIRST_WIRE_WITH_SIBLINGS: Final = 4
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,8 @@ class Generation:
             message = f"{old.node_id} is {named(old.software)}, which does not know windows of endless requests"
             self._fail_attempt(attempt, AttemptFailure(old.node_id, "old_version", message, retryable=True))
             return None
+        if attempt.older_than(FIRST_WIRE_WITH_SIBLINGS) is not None:
+            placement.ClearField("sibling")  # it would store what follows from another model's KV as exact
         attempt.prefill.send(worker_pb2.FrontendMessage(submit=self._submit(attempt)))
         return attempt
 

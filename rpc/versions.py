@@ -13,7 +13,7 @@ from moonpool_proto.v1.common_pb2 import Software
 
 __all__ = ["OLDEST_WIRE", "WIRE", "named", "own_software", "package_version", "why_not_together"]
 
-WIRE: Final = 3  # 1: before versions were reported; 2: before rolling windows
+WIRE: Final = 4  # 1: before versions were reported; 2: before rolling windows; 3: before siblings' KV
 OLDEST_WIRE: Final = 1
 
 
