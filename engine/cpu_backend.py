@@ -223,19 +223,22 @@ class CpuBackend:
     def _run_compiled(
         self, plan: FlatBatch, step: StepArrays, work: WorkBuffers, on_layer: LayerHook, before_layer: LayerHook
     ) -> None:
-        rows, end = np.arange(len(work.x), dtype=np.int32), plan.span.last + 1
-        if on_layer is None and before_layer is None and plan.layer_inputs is None and not plan.only_kv:
-            kernels.run_layers(0, end, self._shape, self._arrays, step, work, rows)
-            return
-        for layer in range(plan.span.first, end):
+        rows, first, end = np.arange(len(work.x), dtype=np.int32), plan.span.first, plan.span.last + 1
+        if on_layer is not None or before_layer is not None:
+            starts = set(range(first, end))
+        else:
+            starts = {first} | ({end - 1} if plan.only_kv else set())
+            if plan.layer_inputs is not None:
+                starts |= plan.layer_inputs.layers.intersection(range(first, end))
+        for layer, stop in itertools.pairwise([*sorted(starts), end]):
             own, kv_layer = self._owns[layer], int(self._kv_layers[layer])
             _hand_out(plan, layer, work)
             if own and before_layer is not None:
                 before_layer(kv_layer)
-            if plan.only_kv and layer == plan.span.last:
+            if plan.only_kv and stop == end:
                 self._write_kv(layer, step, work)
             else:
-                kernels.run_layers(layer, layer + 1, self._shape, self._arrays, step, work, rows)
+                kernels.run_layers(layer, stop, self._shape, self._arrays, step, work, rows)
             if own and on_layer is not None:
                 on_layer(kv_layer)
 
