@@ -260,6 +260,7 @@ async def _take_up_sibling(node: WorkerNode, work: Prepared, span: Span) -> None
     """Reuse a sibling's KV after the blocks of the model's own."""
     block_tokens, request = node.config.block_tokens, work.request
     first, most = work.reused_tokens // block_tokens, reusable_blocks(request, block_tokens)
+    work.reused_tokens = first * block_tokens  # what follows is overwritten, even if nothing comes of it
     end = await node.reuse_sibling(request, work.slots, range(first, most), span)
     if end > first:
         work.sibling_tokens = (end - first) * block_tokens

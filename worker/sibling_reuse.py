@@ -93,7 +93,7 @@ class SiblingKv:
         counters: WorkerCounters,
     ) -> None:
         """Raises OSError if there is not enough memory for the hidden states."""
-        self._memory, self._counters = memory, counters
+        self._memory = memory
         self._sent = sorted({n for p in profiles if p.sender_fingerprint == model.fingerprint for n in p.input_layers})
         self._received = {p.sender_fingerprint: p for p in profiles if p.receiver_fingerprint == model.fingerprint}
         layers = sorted({*self._sent, *(n for p in self._received.values() for n in p.input_layers)})

@@ -119,6 +119,22 @@ async def test_exact_kv_comes_first_and_the_rest_from_the_sibling(start_pair: St
     assert wrong(siblings, ids, request.token_ids, range(3, 8), SPANS[0]) == []
 
 
+async def test_an_own_partial_block_is_given_up_before_a_siblings_is_tried(
+    start_pair: Start, siblings: Siblings
+) -> None:
+    sends, receives = await start_both(start_pair, siblings)
+    ids = ids_of()
+    await sends.ask(ids, "context")
+    await receives.ask(ids[:30], "head", max_tokens=1)
+    receives.forget()
+    kv = kv_namespace(siblings.sender.fingerprint, spec_of(siblings.sender.kv_groups, BLOCK))
+    flip(sends, kv, sends.submit(ids, "x").chain[3 * 16 : 4 * 16])
+    request = await ask(receives, reusing(receives, siblings, ids, "reuse", SPANS[0]))
+    timing = request.messages[0].timing
+    assert (timing.cached_tokens, timing.sibling_tokens) == (24, 0)
+    assert own_wrong_tokens(siblings.receiver, ids, request.token_ids) == []
+
+
 async def test_the_senders_answer_is_context_up_to_its_whole_blocks(start_pair: Start, siblings: Siblings) -> None:
     sends, receives = await start_both(start_pair, siblings)
     ids = ids_of(64)
