@@ -297,7 +297,7 @@ class Placer:
                 outcome=outcome,
                 ttft_s=self.ttft_s,
                 mean_tbt_s=stats.mean_tbt_s,
-                slow_tbt_s=stats.slow_tbt_s,
+                slow_tbt_s=stats.intervals.slow_s,
                 generated=len(stats.token_ids),
                 cached_tokens=stats.cached_tokens,
                 kv=stats.placements[-1].kv if stats.placements and is_placed else None,

@@ -22,6 +22,7 @@ from frontend.output import FinishReason, Output, OutputChunk
 from frontend.receipts import receipt_of, record_kv
 from frontend.request import GenerationRequest, HandoffBreakdown, RequestStats, TtftBreakdown
 from frontend.request_reports import RecentRequests, RequestOutcome, report_end
+from frontend.token_intervals import ENDLESS_MOST, TokenIntervals
 from frontend.worker_streams import Inbox, TokenReceived, WorkerStream, WorkerStreams
 from moonpool_proto.v1 import conductor_pb2, worker_pb2
 from rpc.versions import named
@@ -68,7 +69,7 @@ class Generation:
         """`leader`: the first choice of the same prompt; this choice waits for its first token."""
         self.request = request
         self.leader = leader
-        self.stats = RequestStats()
+        self.stats = RequestStats(intervals=TokenIntervals(ENDLESS_MOST if request.idle_s else 0))
         # Resolved as soon as the client is too slow, even if no task awaits `next`.
         self.overflowed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._context = context
@@ -91,7 +92,8 @@ class Generation:
         self._failure: AttemptFailure | None = None  # end of the last attempt, until the next one begins
         self._outcome: RequestOutcome = "cancelled"
         self._finish_reason: FinishReason | None = None
-        self._texts: list[str] = []
+        # In UTF-8; None unless the next turn of a chat needs it.
+        self._text = bytearray() if request.place or request.prefills_next_turn else None
         self._closed = False
         self._next_called_s = 0.0  # time of the last call of `next`
         self._placed_s = 0.0  # time of the last attempt's placement
@@ -122,12 +124,12 @@ class Generation:
         if self.was_refused:
             return 0
         prompt_tokens = 0 if self.request.sampling.choice else len(self.request.prompt_ids)
-        return prompt_tokens + (0 if self.stats.last_token_s is None else 1 + len(self.stats.intervals_s))
+        return prompt_tokens + len(self.stats.token_ids)
 
     @property
     def finished_text(self) -> str | None:
-        """Text of the whole answer; None unless it has ended normally."""
-        return None if self._finish_reason is None else "".join(self._texts)
+        """Text of a chat's whole answer for its next turn; None unless it has ended normally."""
+        return None if self._finish_reason is None else self._whole_text()
 
     def receipt(self) -> dict[str, Any]:
         """Return the receipt of a finished answer for which one was requested."""
@@ -307,10 +309,11 @@ class Generation:
         pieces: list[OutputChunk] = []
         for arrived in tokens:
             piece = self._accept(arrived)
-            self._texts.append(piece.text)
+            if self._text is not None:
+                self._text += piece.text.encode("utf-8", "surrogatepass")
             pieces.append(piece)
             if piece.finish_reason is not None:
-                kept = self._context.remember(self.request, self.stats.token_ids, "".join(self._texts))
+                kept = self._context.remember(self.request, self.stats.token_ids, self._whole_text())
                 # Stop strings are detected here, unknown to the worker, so the worker must be cancelled.
                 goes_on = arrived.token.finish == worker_pb2.FINISH_NONE
                 self._leave(attempt, cancel=goes_on, keep_kv=True, kept_tokens=kept)
@@ -319,6 +322,9 @@ class Generation:
         if failure is not None:
             self._fail_attempt(attempt, failure)
         return OutputChunk.joined(pieces) if pieces else None
+
+    def _whole_text(self) -> str:
+        return "" if self._text is None else self._text.decode("utf-8", "surrogatepass")
 
     def _accept(self, arrived: TokenReceived) -> OutputChunk:
         stats, metrics, token = self.stats, self._context.metrics, arrived.token
@@ -330,7 +336,7 @@ class Generation:
             metrics.prompt_tokens.inc(len(self.request.prompt_ids))
         else:
             metrics.itl.observe(arrived.at_s - stats.last_token_s)
-            stats.intervals_s.append(arrived.at_s - stats.last_token_s)
+            stats.intervals.add(arrived.at_s - stats.last_token_s)
         stats.last_token_s = arrived.at_s
         stats.token_ids.append(token.token_id)
         metrics.generation_tokens.inc()
@@ -367,7 +373,7 @@ class Generation:
         if stats.placements:
             record_kv(stats.placements[-1], timing)
         if timing.HasField("handoff"):
-            stats.handoff = HandoffBreakdown.of(stats.intervals_s[-1], timing.handoff)
+            stats.handoff = HandoffBreakdown.of(stats.intervals.last_s, timing.handoff)
             metrics.handed_over(stats.handoff.whole_s, stats.handoff.parts())
             return
         metrics.queue.observe(timing.queue_s)

@@ -6,13 +6,14 @@ Each part of a time breakdown is a duration measured by one process on its own c
 
 import functools
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from frontend.token_intervals import TokenIntervals
 from kvpool import chain_keys
 from moonpool_proto.v1 import common_pb2, conductor_pb2, worker_pb2
 from telemetry.tracing import OFF, Span
@@ -231,7 +232,7 @@ class GenerationRequest:
         sampling = replace(self.sampling, choice=choice)
         return replace(self, request_id=f"{self.request_id}-{choice}", sampling=sampling)
 
-    def extended(self, generated: list[int]) -> tuple[NDArray[np.int32], bytes]:
+    def extended(self, generated: Sequence[int]) -> tuple[NDArray[np.int32], bytes]:
         """Return prompt ids and encoded chain keys of a further attempt, whose prompt includes the generated tokens."""
         if not generated:
             return self.prompt_ids, self.chain.tobytes()
@@ -274,8 +275,8 @@ class RequestStats:
     first_token_s: float | None = None  # the monotonic clock
     last_token_s: float | None = None
     has_timing: bool = False
-    intervals_s: "array[float]" = field(default_factory=lambda: array("f"))  # seconds between tokens, in order
-    token_ids: list[int] = field(default_factory=list)
+    intervals: TokenIntervals = field(default_factory=TokenIntervals)
+    token_ids: "array[int]" = field(default_factory=lambda: array("I"))  # all: another attempt computes them again
     prompt_logprobs: worker_pb2.PromptLogProbs | None = None
     placements: list[AttemptRecord] = field(default_factory=list)  # one per attempt; empty unless a receipt is wanted
 
@@ -285,11 +286,3 @@ class RequestStats:
         if self.first_token_s is None or self.last_token_s is None or len(self.token_ids) < 2:
             return 0.0
         return (self.last_token_s - self.first_token_s) / (len(self.token_ids) - 1)
-
-    @property
-    def slow_tbt_s(self) -> float:
-        """Mean of the longest 10 % (rounded up) of the times between tokens, in seconds; 0 with fewer than
-        two tokens.
-        """
-        count = -(-len(self.intervals_s) // 10)
-        return sum(sorted(self.intervals_s)[-count:]) / count if count else 0.0

@@ -80,13 +80,15 @@ class ServedModel:
     def remember(self, request: GenerationRequest, token_ids: Sequence[int], text: str) -> int:
         """Remember a finished answer, so that its ids are found when a later turn contains it as history.
 
-        Returns how many of its ids that turn will contain; 0 if unknown.
+        Returns how many of its ids that turn will contain; 0 if unknown. With a rolling window, only the first ids are
+        remembered: no KV after them is stored.
         """
         text = text.rstrip()  # templates and clients strip it
         if not request.place or not text:
             return 0
         detokenizer = self.tokenizer.detokenizer(request.prompt_ids[-CONTEXT_TOKENS:].tolist())
-        answer = answer_tokens(token_ids, text, detokenizer)
+        most = len(token_ids) if request.rolling is None else request.rolling.window
+        answer = answer_tokens(token_ids[:most], text, detokenizer)
         self._answers.remember(request.place, text, answer)
         self.metrics.answer_memory_bytes.set(self._answers.nbytes)
         return len(answer.token_ids)

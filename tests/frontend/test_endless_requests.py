@@ -1,10 +1,15 @@
 """Requests without an end at the door: what they may ask, how they are asked on, when they are given up."""
 
 import asyncio
+import gc
+import tracemalloc
+from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import frontend
 from frontend.errors import FrontendConfigError
 from moonpool_proto.v1 import common_pb2, worker_pb2
 from tests.frontend.conftest import BLOCK_TOKENS, MAX_MODEL_LEN
@@ -54,6 +59,52 @@ async def test_it_ends_when_its_client_leaves(front: Any, cluster: Any) -> None:
     await front.events_of(stream, 1)
     stream.close()
     assert (await cluster.conductor.completion()).outcome == "cancelled"
+
+
+ENDLESS_IDS = list(range(20, 40))
+
+
+async def send_up_to(front: Any, cluster: Any, submit: Any, start: int, end: int) -> None:
+    """The decode node sends the tokens [start, end), no faster than the frontend takes them."""
+    for first in range(start, end, 500):
+        cluster.workers["d0"].send(submit, first, list(islice(cycle(ENDLESS_IDS), 500)))
+        await front.has_generated(first + 500)
+
+
+async def read_all(stream: Any) -> None:
+    async for _ in stream.content.iter_any():
+        pass
+
+
+def frontends_nbytes() -> int:
+    """Memory that the frontend's own code holds."""
+    gc.collect()  # the interpreter keeps up to 2,000 freed tuples of each length until then
+    own = tracemalloc.Filter(True, str(Path(frontend.__file__).parent / "*"))
+    snapshot = tracemalloc.take_snapshot().filter_traces([own])
+    return sum(each.size for each in snapshot.statistics("filename"))
+
+
+async def test_each_token_of_an_endless_answer_takes_four_bytes(front: Any, cluster: Any) -> None:
+    """Its id, which another attempt would need; not its text, nor its time."""
+    opening = front.open_stream("/v1/completions", BODY | {"endless": {"window": 64}})
+    submit = await cluster.workers["p0"].submitted()
+    cluster.workers["p0"].send(submit, 0, ENDLESS_IDS[:1], cached=0)
+    stream = await opening
+    reader = asyncio.create_task(read_all(stream))
+    tracemalloc.start()
+    try:
+        await send_up_to(front, cluster, submit, 1, 9_001)
+        before = frontends_nbytes()
+        await send_up_to(front, cluster, submit, 9_001, 24_001)
+        after = frontends_nbytes()
+    finally:
+        tracemalloc.stop()
+    reader.cancel()
+    stream.close()
+    assert after - before < 15_000 * 6
+    completion = await cluster.conductor.completion()
+    assert (completion.outcome, completion.generated) == ("cancelled", 24_001)
+    assert completion.slow_tbt_s > 0
 
 
 async def seen_by_workers(start_front: Any, cluster: Any, body: dict[str, Any], **settings: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +68,7 @@ TTFT_S, TOKENS = 10.3 - 10.0, 131
 HELD = PoolMatches.of(PoolMatch("pool-0", 3), PoolMatch("pool-1", 2))
 FIRST = RequestArrived("cmpl-1", 0, "f", "m", PROMPT, 256, HELD, tenant="acme")
 AGAIN = replace(FIRST, attempt=1, prompt_tokens=PROMPT + 5, max_new_tokens=251, generated=5, excluded=("decode-0",))
-STATS = RequestStats(token_ids=list(range(TOKENS)), first_token_s=10.3, last_token_s=12.9)
+STATS = RequestStats(token_ids=array("I", range(TOKENS)), first_token_s=10.3, last_token_s=12.9)
 RETRIED = RequestCompleted("cmpl-1", 0, "retry", TTFT_S, 0.011, 5, 64, kv=KV[0])
 FINISHED = RequestCompleted("cmpl-1", 1, "finished", TTFT_S, STATS.mean_tbt_s, TOKENS, 64, kv=KV[1])
 
