@@ -168,7 +168,10 @@ class Attempt:
         return [stream for stream in (self.prefill, self.decode) if stream is not None]
 
     def older_than(self, wire: int) -> WorkerStream | None:
-        """Return the stream to a worker whose protocol is older than `wire`; None if there is none."""
+        """Return the stream to a worker whose protocol is older than `wire`; None if there is none.
+
+        By the stream's first message, which wire 3 introduced: the conductor's list of nodes may lag behind.
+        """
         return next((stream for stream in self.streams if stream.software.wire < wire), None)
 
     def _in_order(self, event: TokenReceived) -> list[TokenReceived]:

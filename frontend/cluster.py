@@ -9,6 +9,7 @@ from typing import Final
 from frontend.conductor import ConductorClient
 from frontend.errors import ServiceUnavailable
 from moonpool_proto.v1 import conductor_pb2
+from moonpool_proto.v1.common_pb2 import Software
 from rpc.control import ControlError
 from rpc.metric_samples import conductor_samples, node_samples
 from rpc.versions import own_software, why_not_together
@@ -132,6 +133,12 @@ class ClusterWatch:
     def incarnation(self, node_id: str) -> int:
         """Return the node's incarnation; 0 if it is not in the cluster."""
         return next((s.node.incarnation for s in self._reply.nodes if s.node.node_id == node_id), 0)
+
+    def software(self, node_id: str, incarnation: int) -> Software:
+        """Return the versions that this incarnation of the node reported to the conductor; empty if unknown."""
+        nodes = (status.node for status in self._reply.nodes)
+        found = (n.software for n in nodes if (n.node_id, n.incarnation) == (node_id, incarnation))
+        return next(found, Software())
 
     def max_model_len(self, model: str, own_limit: int) -> int:
         """Return the longest sequence, in tokens, that every worker of the model accepts.

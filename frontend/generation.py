@@ -239,7 +239,8 @@ class Generation:
             return None
         self._retry_budget.record_reached()
         if self.request.rolling is not None and (old := attempt.older_than(FIRST_WIRE_WITH_ROLLING)) is not None:
-            message = f"{old.node_id} is {named(old.software)}, which does not know windows of endless requests"
+            software = self._context.cluster.software(old.node_id, old.incarnation)
+            message = f"{old.node_id} is {named(software)}, which does not know windows of endless requests"
             self._fail_attempt(attempt, AttemptFailure(old.node_id, "old_version", message, retryable=True))
             return None
         if attempt.older_than(FIRST_WIRE_WITH_SIBLINGS) is not None:

@@ -170,14 +170,25 @@ async def test_a_default_window_that_suits_no_request_is_refused_at_the_start(st
             pass
 
 
-async def test_a_worker_that_does_not_know_windows_is_named(start_front: Any, cluster: Any) -> None:
+@pytest.mark.parametrize(
+    ("reported", "words"),
+    [
+        (common_pb2.Software(version="0.0.9", wire=2), "d0 is Moonpool 0.0.9 (wire 2)"),
+        (common_pb2.Software(), "d0 is a Moonpool that does not report its version (wire 1)"),
+    ],
+)
+async def test_a_worker_that_does_not_know_windows_is_named(
+    start_front: Any, cluster: Any, reported: common_pb2.Software, words: str
+) -> None:
+    """With the version that it reported to the conductor: its stream has none."""
     cluster.answer_with(lambda submit: ([20], worker_pb2.FINISH_STOP))
-    cluster.workers["d0"].software = common_pb2.Software()  # as those that do not report it
+    cluster.workers["d0"].software = common_pb2.Software()
+    (node,) = (status.node for status in cluster.conductor.cluster.nodes if status.node.node_id == "d0")
+    node.software.CopyFrom(reported)
     async with start_front() as front:
         status, body = await front.post("/v1/completions", BODY | {"endless": {"window": 64}})
         assert status == 500
-        assert "d0 is a Moonpool that does not report its version" in body["error"]["message"]
-        assert "does not know windows of endless requests" in body["error"]["message"]
+        assert f"{words}, which does not know windows of endless requests" in body["error"]["message"]
         assert "error" not in (await front.events("/v1/completions", BODY))[-1]
 
 
