@@ -199,7 +199,7 @@ class EngineNode(ABC):
             request_id=request.request_id,
             attempt=request.attempt,
             committed_tokens=committed_tokens,
-            remaining_prefill_tokens=request.most_held(remaining_prefill_tokens),
+            remaining_prefill_tokens=remaining_prefill_tokens,
             prompt_tokens=request.most_held(len(request.prompt)),
             max_new_tokens=request.most_held(len(request.prompt) + request.max_tokens - request.generated)
             - request.most_held(len(request.prompt)),

@@ -192,7 +192,7 @@ class Held:
     attempt: int
     committed_tokens: int = 0  # KV pages, in tokens; 0 on prefill nodes
     remaining_prefill_tokens: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # with a rolling window, at most as many as it holds; more may remain to be computed
     max_new_tokens: int = 0
     decode_node: str = ""  # reported by prefill nodes: where the request will decode
     turn: QueueKey = NO_QUEUE_KEY  # set while it waits for its first token

@@ -368,9 +368,9 @@ def _revive(now_ns: int, state: ClusterState, node: NodeView, held: Held, row: i
     # A decode node also prefills requests that are not handed over to it.
     prefills = node.role != "decode" or held.remaining_prefill_tokens > 0
     if prefills and requests.column("prefill_node")[row] == NONE:
-        reused_tokens = max(0, held.prompt_tokens - held.remaining_prefill_tokens)
-        cost_s = state.costs_of(node.model).prefill_cost_s(held.remaining_prefill_tokens, reused_tokens)
-        if held.remaining_prefill_tokens and not held.attempt and lost is None:
+        remaining, seen = held.remaining_prefill_tokens, held.prompt_tokens
+        cost_s = state.costs_of(node.model).prefill_cost_s(remaining, max(0, seen - remaining), most_seen=seen)
+        if remaining and not held.attempt and lost is None:
             state.seen_share.placed_elsewhere(now_ns)
             reserved = peak_tokens(held.prompt_tokens, held.max_new_tokens, node.block_tokens)
             arrived_elsewhere(now_ns, state, node.model, cost_s, held.prompt_tokens, reserved)

@@ -9,7 +9,7 @@ import pytest
 
 from conductor.policy.costs import prefill_s
 from conductor.policy.decisions import Place
-from conductor.policy.events import NodeReported, PrefillSample, RequestCompleted
+from conductor.policy.events import Held, NodeReported, PrefillSample, RequestCompleted
 from conductor.policy.fairness import NS, Charge, Prices, Shares
 
 PROMPT = 100_000
@@ -48,6 +48,22 @@ def test_a_long_prompt_takes_as_long_as_its_window_makes_each_token(cluster: Any
     assert placed.predicted_ttft_s == pytest.approx(brute_force(0, 1e-3, 1e-6, PROMPT, WINDOW), rel=0.1)
     assert "prefill" not in placed.extrapolated  # no token sees more than was measured
     c.send(RequestCompleted("r", 0, "cancelled"))
+
+
+def queued_s(cluster: Any, held: Held) -> float:
+    c = learned(cluster)
+    c.holds("prefill-0", held)
+    (found,) = (seconds for node, seconds, _ in c.conductor.loads_of_nodes() if node.node_id == "prefill-0")
+    c.holds("prefill-0")
+    return float(found)
+
+
+@pytest.mark.parametrize("computed", [0, 50_000, PROMPT - WINDOW - 1])
+def test_a_prompt_that_another_conductor_placed_takes_as_long(cluster: Any, computed: int) -> None:
+    """A worker reports how much is left of it, and how much of it it holds at most."""
+    left = PROMPT - computed
+    held = Held("theirs", 0, remaining_prefill_tokens=left, prompt_tokens=WINDOW, decode_node="decode-0")
+    assert queued_s(cluster, held) == pytest.approx(brute_force(0, 1e-3, 1e-6, left, WINDOW), rel=0.1)
 
 
 def test_a_tenant_is_charged_for_what_is_visible() -> None:

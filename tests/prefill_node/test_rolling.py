@@ -14,6 +14,7 @@ from engine.rolling import RollingWindow
 from moonpool_proto.v1.worker_pb2 import RollingWindow as RollingMessage
 from moonpool_proto.v1.worker_pb2 import Submit
 from tests.worker.node_pair import BLOCK, Pair, Start
+from worker.request import Request
 
 ROLLING = RollingWindow(sinks=3, window=64, slide=16, block_tokens=BLOCK)
 SHAPES = {
@@ -119,6 +120,17 @@ async def test_a_sequence_holds_as_many_slots_as_its_window_and_one_more(
     await request.ended.wait()
     assert held - {0} == {ROLLING.capacity // BLOCK}
     await pair.at_rest()
+
+
+async def test_a_node_reports_all_that_is_left_to_compute_but_only_what_it_holds(
+    start_pair: Start, shape: Path, prompt: Any
+) -> None:
+    pair = await start_pair(path=shape)
+    node, submit = pair.prefill.node, endless(pair, prompt(200), "long", max_tokens=400)
+    request = Request.from_proto(submit, vocab_size=256, max_model_len=96, block_tokens=BLOCK)
+    held = node.hold(request, remaining_prefill_tokens=190)
+    assert (held.remaining_prefill_tokens, held.prompt_tokens, held.max_new_tokens) == (190, ROLLING.capacity, 0)
+    del node.held["long"]
 
 
 async def test_what_a_window_has_left_behind_is_never_stored(start_pair: Start, shape: Path, prompt: Any) -> None:
