@@ -80,16 +80,17 @@ class InputLimits:
                 param=param,
             )
 
-    def check_truncatable(self, texts: Sequence[str], param: str) -> None:
-        """Raise ContextLengthExceeded for a prompt that is too long even to be truncated.
+    @staticmethod
+    def check_truncatable(texts: Sequence[str], param: str, limit: int) -> None:
+        """Raise ContextLengthExceeded for a prompt that is too long even to be truncated to `limit` tokens; 0: unknown.
 
-        The limit is 64 contexts of ordinary text and at most 4 MiB, but never less than one context.
+        It may have 64 times as many tokens of ordinary text and at most 4 MiB, but never less than `limit` tokens.
         """
-        context_nbytes = ORDINARY_NBYTES * self._max_model_len()
+        context_nbytes = ORDINARY_NBYTES * limit
         most = max(context_nbytes, min(_CONTEXTS_TO_TRUNCATE * context_nbytes, _MOST_TO_TRUNCATE_NBYTES))
         if most and (nbytes := sum(map(utf8_nbytes, texts))) > most:
             raise ContextLengthExceeded(
-                f"{param} must have at most {most} bytes of text to be truncated to the model's context length, got "
+                f"{param} must have at most {most} bytes of text to be truncated to {limit} tokens, got "
                 f"{nbytes}: send only the end of it",
                 param=param,
             )

@@ -463,7 +463,7 @@ class Preparer:
         check = partial(self._check_text, wanted=requested or 1, param="messages", limit=limit)
         if body.truncation != "auto" or not limit:
             return self._reader.chat(body.messages, body, add_special_tokens=special, scope=scope, check=check), 0
-        self.limits.check_truncatable([message.text for message in body.messages], "messages")
+        self.limits.check_truncatable([message.text for message in body.messages], "messages", limit)
         wanted = requested or min(self._config.chat_default_tokens, max(1, limit // 8))
         return self._fitter.truncate(
             body.messages, body, limit=limit, wanted=wanted, add_special_tokens=special, scope=scope, check=check
@@ -524,7 +524,7 @@ class Preparer:
         """Raise InvalidRequest for a completion's prompt that is too long to be tokenised."""
         if body.truncate_prompt_tokens is not None:
             if isinstance(prompt, str):
-                self.limits.check_truncatable([prompt], "prompt")
+                self.limits.check_truncatable([prompt], "prompt", limit)
         elif isinstance(prompt, str):
             self._check_text(prompt, body.max_tokens or 1, "prompt", limit)
         else:
