@@ -22,6 +22,7 @@ BLOCK = 8
 WINDOW = 64
 ROLLING = RollingWindow(sinks=4, window=WINDOW, slide=8, block_tokens=BLOCK)
 ENDLESS = {"sinks": 4, "window": WINDOW}
+STOP = 5
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,47 @@ async def test_an_answer_goes_on_beyond_the_models_positions(
     prompt = np.random.default_rng(1).integers(5, 2000, length).tolist()
     answer = await first_tokens(session, cluster, prompt, 500)
     assert wrong_tokens(model, prompt, answer) == []
+    await cluster.validate()
+
+
+async def turn(
+    session: aiohttp.ClientSession, cluster: Any, chat: list[dict[str, str]], length: int
+) -> tuple[list[int], list[int], str]:
+    """A chat's endless turn, which ends at its client's stop token after `length` others: prompt, answer and text."""
+    body = {"model": cluster.ready["model"], "messages": chat, "endless": ENDLESS, "temperature": 0.0}
+    body |= {"stream": True, "return_token_ids": True, "ignore_eos": True}
+    body |= {"stop_token_ids": [STOP], "logit_bias": {str(STOP): 100}, "min_tokens": length}
+    prompt: list[int] = []
+    answer: list[int] = []
+    text = ""
+    async with session.post(f"{cluster.url}/v1/chat/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if not line.startswith(b"data: ") or b"[DONE]" in line:
+                continue
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            prompt += event.get("prompt_token_ids") or []
+            for choice in event["choices"]:
+                answer += choice.get("token_ids") or []
+                text += choice["delta"].get("content") or ""
+    assert (len(answer), answer[-1]) == (length + 1, STOP)
+    return prompt, answer[:-1], text
+
+
+async def test_the_turns_of_a_chat_go_on_beyond_the_window(
+    cluster: Any, model: Model, session: aiohttp.ClientSession
+) -> None:
+    chat: list[dict[str, str]] = []
+    lengths: list[int] = []
+    for number in range(5):
+        chat.append({"role": "user", "content": f"And then, in the year {number}?"})
+        prompt, answer, text = await turn(session, cluster, chat, 30 + 20 * number)
+        assert wrong_tokens(model, prompt, answer) == []
+        lengths.append(len(prompt))
+        chat.append({"role": "assistant", "content": text})
+    assert lengths[0] < WINDOW
+    assert lengths[-1] > 128  # the model's positions
     await cluster.validate()
 
 

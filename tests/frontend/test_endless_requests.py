@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import tracemalloc
+from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import frontend
 from frontend.errors import FrontendConfigError
+from frontend.tokenizer import Tokenizer
 from moonpool_proto.v1 import common_pb2, worker_pb2
 from tests.frontend.conftest import BLOCK_TOKENS, MAX_MODEL_LEN
 
@@ -161,6 +163,38 @@ async def test_truncation_keeps_what_the_bound_leaves(start_front: Any, cluster:
         start_front, cluster, body, endless_limit_tokens=5000, completion_default_tokens=100
     )
     assert len(submit.prompt_ids) // 4 == 4900
+
+
+async def test_a_text_of_many_contexts_is_truncated(start_front: Any, cluster: Any) -> None:
+    body = BODY | {"prompt": "the cat sat " * 40_000, "endless": {"window": 64}, "truncate_prompt_tokens": 4000}
+    submit, _ = await seen_by_workers(start_front, cluster, body)
+    assert len(submit.prompt_ids) // 4 == 4000
+
+
+async def test_the_next_turn_of_a_chat_has_the_first_ids_of_the_answer_as_they_were_generated(
+    start_front: Any, cluster: Any, tokenizer: Tokenizer, prompt_of: Callable[[Any], list[int]]
+) -> None:
+    """As many as the window has: no KV after them is stored."""
+    text = ("the cat sat on it " * 9).strip()
+    letters = [tokenizer.encode(char, add_special_tokens=False)[0] for char in text]  # not as it is tokenised
+    submits: list[worker_pb2.Submit] = []
+
+    def answer(submit: worker_pb2.Submit) -> tuple[list[int], int]:
+        submits.append(submit)
+        return [*letters, 3], worker_pb2.FINISH_STOP
+
+    cluster.answer_with(answer)
+    chat = [{"role": "user", "content": "the cat"}]
+    async with start_front(endless_window=64) as front:
+        for _ in range(2):
+            events = await front.events("/v1/chat/completions", {"messages": chat, "endless": True})
+            told = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+            assert told == text
+            chat += [{"role": "assistant", "content": told}, {"role": "user", "content": "it"}]
+    first, second = map(prompt_of, submits)
+    assert second[: len(first) + 64] == first + letters[:64]
+    assert second[len(first) + 64 :][:60] != letters[64:124]
+    assert tokenizer.decode(second, skip_special_tokens=True).count(text) == 1
 
 
 @pytest.mark.parametrize("window", [7, 10**6])
