@@ -36,16 +36,16 @@ def rolling_window(
     if asked is None:
         return None
     if isinstance(asked, EndlessWindow):
-        sinks, window, param = asked.sinks, asked.window, "endless.window"
+        sinks, window, param, what = asked.sinks, asked.window, "endless.window", "the window"
     else:
-        sinks, window, param = None, default_window, "endless"
+        sinks, window, param, what = None, default_window, "endless", "the window of --endless-window"
     if not window:
         return None
     most = max(0, max_model_len // block_tokens - 1) * block_tokens
     whole = window // block_tokens * block_tokens
     if whole < 2 * block_tokens or (max_model_len and whole > most):
         raise InvalidRequest(
-            f"the window must have {2 * block_tokens} to {most} tokens: at least two "
+            f"{what} must have {2 * block_tokens} to {most} tokens: at least two "
             f"blocks of {block_tokens}, and a block less than max_model_len ({max_model_len}); got {window}",
             param=param,
         )

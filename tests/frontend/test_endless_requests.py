@@ -204,6 +204,14 @@ async def test_a_default_window_that_suits_no_request_is_refused_at_the_start(st
             pass
 
 
+async def test_a_default_window_that_only_the_workers_exclude_is_refused_by_the_flag(start_front: Any) -> None:
+    async with start_front(endless_window=MAX_MODEL_LEN) as front:
+        status, body = await front.post("/v1/completions", BODY)
+        assert (status, body["error"]["param"]) == (400, "endless")
+        assert "the window of --endless-window must have 8 to" in body["error"]["message"]
+        assert f"got {MAX_MODEL_LEN}" in body["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("reported", "words"),
     [
