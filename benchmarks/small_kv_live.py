@@ -4,8 +4,9 @@
                                        [--pool-bytes BYTES] [--store]
 
 The cluster has two prefill, two decode and two pool nodes. By default three models with random weights, of the sizes of
-the next bundled one, are served in turn: grouped-query attention; one KV head, windows of 1,024 tokens in 10 of 12
-layers, shared KV and learned sinks; and the same with KV, weights and activations in int8.
+the bundled one, are served in turn: grouped-query attention; one KV head, windows of 1,024 tokens in 10 of 12 layers,
+shared KV and learned sinks; and the same with KV, weights and activations in int8. The stored result is that of the
+bundled model and its sibling in tests/data/small-kv-model, both trained.
 
     held        `--fill` histories of `--turns` turns are stored, two at a time, so that they go to both hosts, then
                 continued from the newest to the oldest: the number of them of whose history at least nine tenths are

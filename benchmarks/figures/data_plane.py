@@ -117,15 +117,35 @@ decode steps run in exactly this memory; the baseline of each row has the same d
 A window of 1,024 takes 66 blocks of 16 tokens: those that the next token sees, and a new one. Mistral's window is the same in all layers, so all blocks
 are kept.
 
-Live ({source("python -m benchmarks.small_kv_live", live_file)}): models with random weights of the next bundled one's sizes, with two prefill, two decode
+Live ({source("python -m benchmarks.small_kv_live", live_file)}): the bundled model and its sibling with small KV, both trained, with two prefill, two decode
 and two pool nodes of {live["pool_bytes"] / 2e6:,.1f} MB each. *Held*: of histories of {live["history_tokens"]:,} tokens that were stored two at a time, so that they go to both hosts,
 the newest that are still reused, up to two of them in the workers' own slots. *Reuse*: share of all prompt tokens in two dialogues of {live["messages"]} messages. *TPOT*: time
-per further token in their last half. The engine keeps the first two models' KV in float32.
+per further token in their last half. The engine keeps the bundled model's KV in float32.
 
 {table(live_header, live_rows)}
 
 With everything in int8, a cold run gives the same answers bit for bit, for which the compiled backend computes attention row by row: a cold prompt takes more
 than twice as long as in floats. In floats log-probabilities differ by less than 1e-4."""
+
+
+def endless() -> str:
+    result, file = latest("endless")
+    live, losses = result["live"], result["losses"]
+    rows = [[mode, f"{row['behind_window']:.3f}"] for mode, row in losses.items()]
+    return f"""## Endless generation
+
+{source("python -m benchmarks.endless", file)}: an answer of {live["tokens"]:,} tokens with {result["sinks"]} sinks and a window of {result["window"]} tokens, through a prefill and a decode
+node: {1e3 * live["first_token_s"]:.2f} ms per token in the first tenth and {1e3 * live["last_token_s"]:.2f} ms in the last, {result["time_ratio_last_first"]:.2f} times as much; the aim is at most 1.1. KV grew by
+{result["memory_growth_bytes"]:,.0f} bytes, the decode node's resident memory by {live["resident_growth_bytes"] / 1e6:.1f} MB.
+
+Loss of the bundled model on the documentation, behind the window:
+
+{table(["visible", "nats per token"], rows)}
+
+Without sinks the loss is {result["window_only_collapse"]:.2f} nats higher than with {result["sinks"]}. *Recompute* computes the window anew for each token: those keys and values do not depend on what left the
+window, which costs {result["loss_gap_to_recompute"]:.2f} nats. The text is longer than the model's positions, from which *dense* suffers.
+
+![Loss by position for each of them](pictures/endless.svg)"""
 
 
 def compression() -> str:

@@ -17,6 +17,7 @@ SECTIONS = (
     serving.conductor,
     data_plane.pool,
     data_plane.kv_bytes,
+    data_plane.endless,
     data_plane.compression,
     data_plane.interference,
     data_plane.eviction,

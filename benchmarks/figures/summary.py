@@ -13,7 +13,7 @@ def at_a_glance() -> str:
     paths, beside, frontend, conductor, compression = (
         latest(name)[0] for name in ("messenger-paths", "pool-interference", "frontend", "conductor", "compression")
     )
-    small_kv = latest("kv_bytes")[0]
+    small_kv, endless = latest("kv_bytes")[0], latest("endless")[0]
     vllm, scheduling, admission = latest("vllm_pd")[0], latest("scheduling")[0], latest("admission")[0]
     small = [row for size, row in pool["by_size"].items() if size != "16 MiB"]
     large = pool["by_size"]["16 MiB"]
@@ -90,6 +90,12 @@ def at_a_glance() -> str:
             "small KV",
             f"{number(small_kv['small_kv_ratio'])} / {number(small_kv['small_kv_ratio_without_int8'])}",
             "≥ 80 / 45",
+        ],
+        [
+            "Time per token in the last tenth of an endless answer of 100,000 tokens, to the first",
+            "endless generation",
+            f"{endless['time_ratio_last_first']:.2f}",
+            "≤ 1.1",
         ],
         ["SSD reads of 4 KiB to fio", "KV pool", _known(ssd["by_size"]["4 KiB"]["depth_8"]["read"], "vs_fio"), "≥ 0.9"],
         [
