@@ -10,8 +10,9 @@
               (`recompute`, at sampled positions)
 
 The last line of output is JSON, with `time_ratio_last_first`, `memory_growth_bytes` (of KV), `loss_gap_to_recompute`
-(4 sinks, sliding by an eighth, less `recompute`, at the same positions) and `window_only_collapse` (no sinks, less 4 sinks), in nats per token
-behind the window. `--store` writes benchmarks/results/endless-DATE.json and docs/pictures/endless.svg.
+(4 sinks, sliding by an eighth, less `recompute`, at the same positions) and `window_only_collapse` (no sinks, less 4
+sinks), in nats per token behind the window. `--store` writes benchmarks/results/endless-DATE.json and
+docs/pictures/endless.svg.
 """
 
 import argparse
