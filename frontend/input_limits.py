@@ -52,10 +52,13 @@ class InputLimits:
         """Return the largest body of all other endpoints."""
         return self._max_body_nbytes
 
-    def body_values(self, max_prompts: int) -> int:
-        """Return the largest number of JSON values in a body: parsing many values holds the interpreter's lock."""
+    def body_values(self, max_prompts: int, *, takes_ids: bool) -> int:
+        """Return the largest number of JSON values in a body: parsing many values holds the interpreter's lock.
+
+        `takes_ids`: its prompt may be token ids, of an endless request also beyond the model's context length.
+        """
         limit = self._max_model_len()
-        endless = min(self._endless_limit_tokens, _MOST_VALUES)
+        endless = min(self._endless_limit_tokens, _MOST_VALUES) if takes_ids else 0
         return max(_LEAST_VALUES, min(max_prompts * limit, _MOST_VALUES), max(limit, endless) + _LEAST_VALUES)
 
     def check_tokenizable(self, text: str, param: str) -> None:

@@ -244,7 +244,8 @@ class _Routes:
 
     async def _parsed(self, kind: type[B], raw: bytes, caller: ApiCaller) -> B:
         max_prompts = self._service.config.max_prompts
-        most = max(model.preparer.limits.body_values(max_prompts) for model in self._service.models)
+        takes_ids, limits = kind is CompletionBody, [model.preparer.limits for model in self._service.models]
+        most = max(each.body_values(max_prompts, takes_ids=takes_ids) for each in limits)
         return await parse_body(kind, raw, self._service.threads, tenant=caller.tenant, max_values=most)
 
     def _caller(self, http: Request) -> ApiCaller:
