@@ -41,6 +41,7 @@ from benchmarks.sse import completion_events
 from benchmarks.stored import PICTURES, store
 from engine import Model, load_model
 from engine.rolling import RollingWindow
+from frontend.endless import slide_of
 from moonpool.sink_check import token_losses
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,13 +90,12 @@ def text_ids(folder: Path, count: int) -> NDArray[np.int32]:
 
 def measure_losses(model: Model, ids: NDArray[np.int32], window: int) -> dict[str, dict[str, Any]]:
     """Return for each mode the loss per token, in bins of positions and behind the window."""
-    slide = max(1, window // 8 // BLOCK) * BLOCK
     modes = {
         "dense": None,
         "window only": RollingWindow(0, window, BLOCK, BLOCK),
         "1 sink": RollingWindow(1, window, BLOCK, BLOCK),
         "4 sinks": RollingWindow(SINKS, window, BLOCK, BLOCK),
-        "4 sinks, by an eighth": RollingWindow(SINKS, window, slide, BLOCK),
+        "4 sinks, by an eighth": RollingWindow(SINKS, window, slide_of(window, BLOCK), BLOCK),
     }
     positions = np.arange(len(ids) - 1)
     sampled = np.arange(window, len(ids) - 1, RECOMPUTE_EVERY)

@@ -8,8 +8,12 @@ the keys of its window does not change their products.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
+from engine.config import ModelConfig
 from engine.errors import InvalidBatch
+
+DEFAULT_SINKS: Final = 4  # StreamingLLM, Table 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +57,33 @@ class RollingWindow:
     def capacity(self) -> int:
         """Tokens for which a sequence needs slots at most, those of the sinks' slot included."""
         return self.window + self.block_tokens
+
+
+def default_sinks(config: ModelConfig) -> int:
+    """Return the number of first tokens that stay visible if a request does not say: 0 for models that allow none."""
+    return 0 if _sinks_problem(config) else DEFAULT_SINKS
+
+
+def least_window(config: ModelConfig, block_tokens: int) -> int:
+    """Return the tokens that a rolling window must have at least: a block more than the model's own windows.
+
+    Layers with windows of their own see no sinks. A model that has windows in all layers allows any rolling window.
+    """
+    return block_tokens + (max(config.layer_windows) if 0 in config.layer_windows else 0)
+
+
+def check_rolling(config: ModelConfig, rolling: RollingWindow) -> None:
+    """Raise InvalidBatch, with a message that begins with the field, if a rolling window does not suit the model."""
+    if rolling.sinks and (problem := _sinks_problem(config)):
+        raise InvalidBatch(f"sinks must be 0, since {problem}, got {rolling.sinks}")
+    if rolling.window < (least := least_window(config, rolling.block_tokens)):
+        raise InvalidBatch(
+            f"window must be at least {least} tokens, a block more than the model's own windows, got {rolling.window}"
+        )
+
+
+def _sinks_problem(config: ModelConfig) -> str:
+    """Return why a model allows no first tokens as sinks; empty if it does."""
+    if config.attention_sinks:
+        return "the model has learned sinks"
+    return "" if 0 in config.layer_windows else "all layers of the model have windows"

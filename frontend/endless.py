@@ -53,5 +53,9 @@ def rolling_window(
         raise InvalidRequest(
             f"sinks must be at most {block_tokens // 2}, half of a block, got {sinks}", param="endless.sinks"
         )
-    slide = max(1, whole // 8 // block_tokens) * block_tokens
-    return worker_pb2.RollingWindow(sinks=sinks, window=whole, slide=slide)
+    return worker_pb2.RollingWindow(sinks=sinks, window=whole, slide=slide_of(whole, block_tokens))
+
+
+def slide_of(window: int, block_tokens: int) -> int:
+    """Return the tokens by which a window slides at once: an eighth of it, in whole blocks."""
+    return max(1, window // 8 // block_tokens) * block_tokens

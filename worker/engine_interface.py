@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.rolling import DEFAULT_SINKS
 from jit.fast_dataclass import fast_dataclass
 from kvpool import Provenance
 from messenger import Messenger
 from moonpool_proto.v1.worker_pb2 import LogProbs
 from worker.policy import BatchLimits, PrefillChunk
-from worker.request import DEFAULT_SINKS, EngineSequence, Request
+from worker.request import EngineSequence, Request
 from worker.slot_memory import EngineMemory, SlotMemory
 
 OnLayer = Callable[[int], None]

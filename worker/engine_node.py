@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Protocol
 
+from engine.rolling import DEFAULT_SINKS
 from messenger.frames import VERSION as KV_WIRE
 from moonpool_proto.v1.common_pb2 import ROLE_DECODE, Role
 from moonpool_proto.v1.conductor_pb2 import PHASE_PREFILL_ENDED, Held, Node, NodeCommand, NodeReport
@@ -30,7 +31,7 @@ from worker.jobs import RequestJobs
 from worker.policy import EngineHealth
 from worker.policy.scheduling_order import WaitQueue
 from worker.reporter import ConductorReporter
-from worker.request import DEFAULT_SINKS, EngineSequence, Request, queue_entry_to_proto
+from worker.request import EngineSequence, Request, queue_entry_to_proto
 from worker.role_switch import RoleSwitch
 from worker.shielded_wait import in_thread, shielded
 from worker.streams import TokenStreams

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import InvalidBatch
-from engine.rolling import RollingWindow
+from engine.rolling import DEFAULT_SINKS, RollingWindow
 from moonpool_proto.v1 import conductor_pb2
 from moonpool_proto.v1.conductor_pb2 import Placement
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Finish, Submit
@@ -28,7 +28,6 @@ from worker.sampling import ValidatedSamplingParams
 from worker.steering import Steering
 
 KEY_NBYTES = 16
-DEFAULT_SINKS = 4  # StreamingLLM, Table 2
 _TOKENS_AHEAD = 1 << 16
 
 

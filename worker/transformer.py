@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from engine import (
     EngineError,
     ForwardBatch,
+    InvalidBatch,
     LayerInputs,
     LayerSpan,
     LogitSteering,
@@ -31,7 +32,7 @@ from engine import (
     sample,
     steer,
 )
-from engine.rolling import RollingWindow
+from engine.rolling import RollingWindow, check_rolling, default_sinks
 from kvpool import Provenance
 from messenger import Messenger
 from settings.worker import KvSettings
@@ -41,7 +42,7 @@ from worker.hidden_memory import HiddenMemory
 from worker.kv_memory import KvMemory, QuantisedMemory
 from worker.logprobs import score_tokens
 from worker.policy import BatchLimits, PrefillChunk, WindowSlots
-from worker.request import DEFAULT_SINKS, EngineSequence, Request
+from worker.request import EngineSequence, Request
 from worker.slot_memory import EngineMemory, SlotMemory
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ class Transformer(SteppedEngine):
         self.fingerprint = model.fingerprint
         self.hardware = hardware
         self.allows_long_steps = model.device.type == "cpu"
-        self.default_sinks = 0 if model.config.attention_sinks or 0 not in model.config.layer_windows else DEFAULT_SINKS
+        self.default_sinks = default_sinks(model.config)
         self._kv = kv
 
     @classmethod
@@ -286,23 +287,9 @@ class Transformer(SteppedEngine):
         self.model.warm_up()
 
     def check(self, request: Request) -> None:
-        rolling = request.rolling
-        if rolling is None:
+        if request.rolling is None:
             return
-        config = self.model.config
-        if rolling.sinks and config.attention_sinks:
-            raise RequestRefused(
-                "bad_endless", f"endless: sinks must be 0, since the model has learned sinks, got {rolling.sinks}"
-            )
-        if rolling.sinks and 0 not in config.layer_windows:
-            raise RequestRefused(
-                "bad_endless",
-                f"endless: sinks must be 0, since all layers of the model have windows, got {rolling.sinks}",
-            )
-        longest = max(config.layer_windows)
-        if 0 in config.layer_windows and rolling.window < longest + rolling.block_tokens:
-            raise RequestRefused(
-                "bad_endless",
-                f"endless: window must be at least {longest + rolling.block_tokens} tokens, a block more than the "
-                f"model's own windows, got {rolling.window}",
-            )
+        try:
+            check_rolling(self.model.config, request.rolling)
+        except InvalidBatch as error:
+            raise RequestRefused("bad_endless", f"endless: {error}") from error

@@ -1,7 +1,8 @@
 """Sequences with sinks and a rolling window compute what brute force computes over the same visible tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine import ForwardBatch, InvalidBatch, Model, PagedCache, SequenceChunk, load_model
+from engine.config import ModelConfig, parse_config
 from engine.random_model import RandomModelSpec, write_random_model
-from engine.rolling import RollingWindow
+from engine.rolling import RollingWindow, check_rolling, default_sinks, least_window
 
 TOLERANCE = 1e-4
 BLOCK = 4
@@ -184,3 +186,28 @@ def test_windows_are_full_when_they_slide(position, slides, more):
     assert rolling.start(rolling.end(position)) == start + rolling.slide
     assert rolling.start(rolling.end(position) - 1) == start
     assert start == 0 or position - start >= rolling.window - rolling.slide
+
+
+def config_of(**spec: Any) -> ModelConfig:
+    return parse_config(RandomModelSpec(**spec).config(), {}, where="config.json")
+
+
+def test_models_with_learned_sinks_or_windows_in_all_layers_have_no_first_tokens_as_sinks():
+    learned = config_of(family="moonpool", extra={"attention_sinks": True, "layer_types": ["full_attention"] * 2})
+    windows = config_of(family="mistral", window=8)
+    assert (default_sinks(learned), default_sinks(windows), default_sinks(config_of())) == (0, 0, 4)
+    with pytest.raises(InvalidBatch, match=r"^sinks must be 0, since the model has learned sinks, got 2$"):
+        check_rolling(learned, ROLLING)
+    with pytest.raises(InvalidBatch, match=r"^sinks must be 0, since all layers of the model have windows, got 2$"):
+        check_rolling(windows, ROLLING)
+    for config in (learned, windows):
+        check_rolling(config, replace(ROLLING, sinks=0))
+
+
+def test_a_window_is_a_block_longer_than_the_models_own():
+    mixed = config_of(family="moonpool", window=21, extra={"layer_types": ["full_attention", "sliding_attention"]})
+    assert least_window(mixed, BLOCK) == 25
+    with pytest.raises(InvalidBatch, match=r"^window must be at least 25 tokens, a block more than .*, got 24$"):
+        check_rolling(mixed, ROLLING)
+    check_rolling(mixed, replace(ROLLING, window=28))
+    check_rolling(config_of(), ROLLING)
