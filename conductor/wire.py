@@ -181,12 +181,15 @@ def sibling_match(sibling: conductor_pb2.Sibling, match: Callable[[bytes], Match
     pool, blocks = _best(match(sibling.kv_namespace))
     if not blocks:
         return None
-    points = []
+    points, holders = [], {b"": ("", 0)}  # points that begin with the same layer share their hidden states
     for point in sibling.points:
-        inputs = _best(match(point.input_namespace)) if point.input_namespace else ("", 0)
+        if (namespace := point.input_namespace) not in holders:
+            holders[namespace] = _best(match(namespace))
         if isfinite(point.cost) and isfinite(point.quality_loss):
             layers, cost = (point.first_layer, point.last_layer), min(max(0.0, point.cost), 1.0)
-            points.append(SiblingPoint(*layers, cost, point.quality_loss, *inputs, point.input_bytes_per_token))
+            points.append(
+                SiblingPoint(*layers, cost, point.quality_loss, *holders[namespace], point.input_bytes_per_token)
+            )
     return SiblingMatch(sibling.model_fingerprint, pool, blocks, tuple(points))
 
 

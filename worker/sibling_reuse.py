@@ -191,7 +191,6 @@ class SiblingKv:
         self, kept: PrefixSave, slots: Sequence[int], first: int, *, pool: NodeRef | None = None, token_s: float = 0.0
     ) -> None:
         """Store the hidden states of whole blocks from `first` on that were computed here."""
-        assert self.hidden is not None or not self._own_inputs
         for layer, connector in self._own_inputs.items():
             assert self.hidden is not None
             blocks = range(first, len(kept.keys))

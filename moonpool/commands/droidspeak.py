@@ -26,7 +26,6 @@ from worker.policy.reuse_profile import ReuseAccuracy, ReusePoint, ReuseProfile,
 if TYPE_CHECKING:
     from engine import Model
     from frontend.tokenizer import Tokenizer
-    from moonpool.droidspeak.examples import Examples
 
 app = command_group("droidspeak", "Reuse of KV between models that were tuned from the same base (DroidSpeak).")
 
@@ -151,8 +150,7 @@ class _Pair:
                 f"{data}: {names[1]} answers {accuracy.receiver:.1%} exactly and {names[0]} {accuracy.sender:.1%}, too "
                 "close to measure what reuse loses: use questions of the task that the receiver was tuned for"
             )
-        tokens = self._mean_tokens(examples)
-        points = points_of(answers, config, tokens)
+        points = points_of(answers, config, examples.mean_context_tokens)
         kept = frontier_of(points, max_quality_loss, max_cost)
         if not kept:
             best = min((p for p in points if p.cost <= max_cost), key=lambda p: p.quality_loss, default=None)
@@ -177,16 +175,12 @@ class _Pair:
             data_sha256=examples.sha256,
             contexts=len(examples.contexts),
             questions=examples.num_questions,
-            context_tokens=tokens,
+            context_tokens=examples.mean_context_tokens,
             accuracy=accuracy,
             max_quality_loss=max_quality_loss,
             points=tuple(kept),
         )
         return made, points
-
-    @staticmethod
-    def _mean_tokens(examples: Examples) -> float:
-        return sum(len(context.ids) for context in examples.contexts) / len(examples.contexts)
 
 
 def _table(made: ReuseProfile) -> Table:

@@ -48,6 +48,10 @@ class Examples:
     def num_questions(self) -> int:
         return sum(len(context.questions) for context in self.contexts)
 
+    @property
+    def mean_context_tokens(self) -> float:
+        return sum(len(context.ids) for context in self.contexts) / len(self.contexts)
+
 
 def read_examples(path: Path, tokenizer: Tokenizer, max_tokens: int) -> Examples:
     """Read a file. Raises ConfigError, which names the file, the line and what is wrong with it."""

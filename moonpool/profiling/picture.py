@@ -13,9 +13,9 @@ from moonpool.errors import ConfigError
 from moonpool.profiling.fitting import MeasuredPoint
 from worker.policy.cost_profile import CostProfile
 
-__all__ = ["GRID", "INK", "MUTED", "STYLE", "check_picture_path", "draw", "save_picture"]
+__all__ = ["GRID", "MUTED", "STYLE", "check_picture_path", "draw", "save_picture"]
 
-INK, MUTED, GRID = "#1f2328", "#59636e", "#d8dee4"
+_INK, MUTED, GRID = "#1f2328", "#59636e", "#d8dee4"
 _COLOURS: Final = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#9a6700")
 STYLE: Final[dict[Any, Any]] = {
     "svg.hashsalt": "profile",
@@ -27,7 +27,7 @@ STYLE: Final[dict[Any, Any]] = {
     "axes.axisbelow": True,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
-    "text.color": INK,
+    "text.color": _INK,
     "lines.linewidth": 1.6,
     "lines.markersize": 5.0,
 }
