@@ -33,6 +33,7 @@ class CopiedPrefix:
 
     kv_namespace: bytes
     chain: NDArray[np.uint8]  # [num_blocks, 16]
+    num_stored: int  # of these blocks, the last ones, which pools store
     targets: dict[str, int] = field(default_factory=dict)  # match_key of the Copy, per pool node
     hinted: frozenset[str] = frozenset()  # holders that received the current replica count
     leaving: frozenset[str] = frozenset()  # pool nodes that are dropping it; the directory may still list them
@@ -41,6 +42,11 @@ class CopiedPrefix:
     def name(self) -> tuple[bytes, int]:
         """Identity: namespace and short key of the last block."""
         return self.kv_namespace, int(keys_u64(self.chain[-1:])[0])
+
+    @property
+    def stored(self) -> NDArray[np.uint8]:
+        """Keys of the blocks that pools store of it, [num_stored, 16]."""
+        return self.chain[len(self.chain) - self.num_stored :]
 
 
 class CopiedPrefixes:
@@ -54,9 +60,12 @@ class CopiedPrefixes:
     def __len__(self) -> int:
         return len(self._prefixes)
 
-    def add(self, kv_namespace: bytes, chain: bytes, target: str, match_key: int) -> CopiedPrefix:
-        """Record that the prefix was copied to `target`."""
-        fresh = CopiedPrefix(kv_namespace, keys_from_bytes(chain).copy())
+    def add(
+        self, kv_namespace: bytes, chain: bytes, target: str, match_key: int, *, most_stored: int | None = None
+    ) -> CopiedPrefix:
+        """Record that the prefix was copied to `target`. Pools store its last `most_stored` blocks, by default all."""
+        keys = keys_from_bytes(chain).copy()
+        fresh = CopiedPrefix(kv_namespace, keys, len(keys) if most_stored is None else min(len(keys), most_stored))
         prefix = self._prefixes.get(fresh.name)
         if prefix is None:
             if len(self._prefixes) >= _MAX_PREFIXES:
@@ -176,7 +185,7 @@ class PoolNodes:
         """
         keys = keys_from_bytes(chain)[: copy.num_blocks]
         if copy.keeps_fetched:
-            self.replicas.add(kv_namespace, keys.tobytes(), copy.target, copy.match_key)
+            self._copied(copy, kv_namespace, keys, windows)
             return
         source, target = self._clients[copy.source], self._clients[copy.target]
         self._spawn(self._copy(copy, source.target, target, kv_namespace, keys, windows))
@@ -189,7 +198,7 @@ class PoolNodes:
         others = self._holders(prefix) - prefix.leaving - {shrink.pool}
         if any(self.directory.state(pool) is DirectoryState.EXACT for pool in others):
             prefix.leaving |= {shrink.pool}
-            brought = prefix.chain[shrink.keep_blocks :]
+            brought = prefix.chain[max(shrink.keep_blocks, len(prefix.chain) - prefix.num_stored) :]
             self._spawn(self._drop(self._clients[shrink.pool], shrink.pool, prefix.kv_namespace, brought))
 
     def send_replica_hints(self) -> None:
@@ -255,23 +264,29 @@ class PoolNodes:
         loop = asyncio.get_running_loop()
         began_s, nbytes = loop.time(), 0
         try:
-            num_blocks, nbytes = await target.copy(kv_namespace, keys, source_target, self._copy_timeout_s)
+            num_blocks = 0
+            if windows is None or not windows.are_all(kv_namespace):
+                num_blocks, nbytes = await target.copy(kv_namespace, keys, source_target, self._copy_timeout_s)
             if windows is not None:
                 seen = keys[-windows.num_seen :]
-                _, seen_nbytes = await target.copy(
+                num_seen, seen_nbytes = await target.copy(
                     windows.kv_namespace, seen, source_target, self._copy_timeout_s, alone=True
                 )
-                nbytes += seen_nbytes
+                num_blocks, nbytes = num_blocks or num_seen, nbytes + seen_nbytes
             log.info("copied %d hot blocks from %s to %s", num_blocks, copy.source, copy.target)
         except (KvPoolError, NetworkError) as error:
             log.warning("hot blocks were not copied from %s to %s: %s", copy.source, copy.target, error)
         else:
             if num_blocks:
-                self.replicas.add(kv_namespace, keys.tobytes(), copy.target, copy.match_key)
+                self._copied(copy, kv_namespace, keys, windows)
         finally:
             # Also if the client was closed; otherwise the policy would wait for the copy indefinitely.
             seconds = loop.time() - began_s
             self._core.handle(CopyFinished(copy.source, copy.target, copy.match_key, nbytes, seconds))
+
+    def _copied(self, copy: Copy, kv_namespace: bytes, keys: NDArray[np.uint8], windows: WindowedBlocks | None) -> None:
+        most = windows.num_seen if windows is not None and windows.are_all(kv_namespace) else None
+        self.replicas.add(kv_namespace, keys.tobytes(), copy.target, copy.match_key, most_stored=most)
 
     async def _drop(self, client: PoolClient, pool: str, kv_namespace: bytes, brought: NDArray[np.uint8]) -> None:
         try:
@@ -282,15 +297,15 @@ class PoolNodes:
 
     async def _hint(self, client: PoolClient, prefix: CopiedPrefix, pool: str, others: int) -> None:
         try:
-            await client.hint(prefix.kv_namespace, prefix.chain, [others] * len(prefix.chain))
+            await client.hint(prefix.kv_namespace, prefix.stored, [others] * prefix.num_stored)
         except (KvPoolError, NetworkError) as error:
             prefix.hinted -= {pool}
             log.info("%s did not receive the hint about %d other holders: %s", pool, others, error)
 
     def _holders(self, prefix: CopiedPrefix) -> frozenset[str]:
-        """Return the joined pool nodes that hold the whole prefix."""
-        held = self.match(prefix.kv_namespace, keys_u64(prefix.chain))
-        return frozenset(pool for pool, match in held.items() if match.blocks == len(prefix.chain))
+        """Return the joined pool nodes that hold all that they store of the prefix."""
+        held = self.match(prefix.kv_namespace, keys_u64(prefix.stored))
+        return frozenset(pool for pool, match in held.items() if match.blocks == prefix.num_stored)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

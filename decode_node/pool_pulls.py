@@ -15,6 +15,7 @@ from moonpool_proto.v1.worker_pb2 import PullRange
 from rpc.errors import NetworkError
 from telemetry.tracing import Span
 from worker.node import WorkerNode
+from worker.prefix_blocks import StoredPart
 from worker.shielded_wait import in_thread, shielded
 
 log = logging.getLogger(__name__)
@@ -39,10 +40,12 @@ class PoolPuller:
             reservation.over()
 
     async def _pull_ranges(self, reservation: Reservation, pulls: list[PullRange], span: Span) -> None:
-        spec = self._node.stored_parts.lasting.spec
+        part = self._node.stored_parts.lasting
+        if part is None:  # the prefill node pushes all that is seen
+            return
         for proto in pulls:
             try:
-                lease = Lease.from_pull_range(proto, spec)
+                lease = Lease.from_pull_range(proto, part.spec)
             except (KvPoolError, NetworkError) as error:
                 log.error("a range of reused blocks is malformed, the prefill node will push it: %s", error)
                 continue
@@ -54,13 +57,15 @@ class PoolPuller:
                 continue
             peer, blocks = lease.endpoint.node_id, lease.num_blocks - skip
             with span.child("messenger pull", "client", peer=peer, blocks=blocks):
-                await self._pull_range(reservation, lease, proto.first_block, skip)
+                await self._pull_range(reservation, part, lease, proto.first_block, skip)
 
-    async def _pull_range(self, reservation: Reservation, lease: Lease, first: int, skip: int) -> None:
+    async def _pull_range(
+        self, reservation: Reservation, part: StoredPart, lease: Lease, first: int, skip: int
+    ) -> None:
         memory = self._node.stored
         blocks = np.arange(first + skip, first + lease.num_blocks, dtype=np.int64)
         slots = reservation.slots[first + skip : first + lease.num_blocks]
-        groups = self._node.stored_parts.lasting.groups
+        groups = part.groups
         right = np.zeros(len(blocks), dtype=bool)
         began = time.perf_counter()
         reservation.announce()
@@ -76,7 +81,7 @@ class PoolPuller:
                 )
             )
             self._node.counters.add_transfer("pull", done.nbytes, time.perf_counter() - began)
-            verified = await in_thread(self._rows_right, slots, [d[skip:] for d in lease.digests])
+            verified = await in_thread(self._rows_right, groups, slots, [d[skip:] for d in lease.digests])
             if memory is not self._node.memory:  # pulled blocks must be converted before the engine can read them
                 await in_thread(memory.to_device_now, [slot for slot, ok in zip(slots, verified, strict=True) if ok])
             right = verified
@@ -89,9 +94,11 @@ class PoolPuller:
         finally:
             reservation.landed(memory.spec.layers_of(groups), blocks, right)
 
-    def _rows_right(self, slots: list[int], expected: list[NDArray[np.uint64]]) -> NDArray[np.bool_]:
+    def _rows_right(
+        self, groups: tuple[int, ...], slots: list[int], expected: list[NDArray[np.uint64]]
+    ) -> NDArray[np.bool_]:
         valid = np.full(len(slots), self._node.config.block_tokens, dtype=np.int32)
         right = np.ones(len(slots), dtype=bool)
-        for group, want in zip(self._node.stored_parts.lasting.groups, expected, strict=True):
+        for group, want in zip(groups, expected, strict=True):
             right &= (self._node.stored.slot_digests(group, slots, valid) == want).all(axis=1)
         return right

@@ -121,9 +121,14 @@ class PoolClient:
         wait_s: float = 0.0,
         tails: bool = False,
         tail_keys: bytes = b"",
+        window_blocks: int = 0,
         deadline_s: float | None = None,
     ) -> Lease | None:
         """Lease the longest leading run of sealed blocks of `chain` [n, 16]; return None if the first block is missing.
+
+        With `window_blocks`, lease in its place the last so many blocks that follow each other, or the leading run if
+        it has no more. Some may be missing at its end if they have just left the node; nodes of earlier versions lease
+        the leading run.
 
         Blocks on SSD count if they can be loaded to DRAM within `wait_s`; if there are none, the call does not wait.
         With `tails`, partial blocks that follow the last block of the run are leased too; after an empty run, those
@@ -139,6 +144,7 @@ class PoolClient:
             wait_s=wait_s,
             tails=tails,
             tail_keys=tail_keys,
+            window_blocks=window_blocks,
         )
         deadline_s = wait_s + _ANSWER_S if deadline_s is None else deadline_s
         reply = await self._call("Pin", self._stub().Pin(request), deadline_s)

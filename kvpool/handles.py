@@ -67,6 +67,7 @@ class Lease:
     spec: KvSpec | None = None  # as stored at the pool node
     ssd_blocks: int = 0  # number of blocks that were loaded from SSD for this lease
     tails: tuple[Tail, ...] = ()  # after the last block; most recently used first
+    first_block: int = 0  # index of the first block in the chain that was requested
 
     @property
     def num_blocks(self) -> int:
@@ -117,10 +118,11 @@ class Lease:
             Endpoint.from_proto(reply.endpoint),
             offsets,
             digests,
-            chain[: len(reply.blocks)],
+            chain[reply.first_block : reply.first_block + len(reply.blocks)],
             spec,
             reply.ssd_blocks,
             tails,
+            reply.first_block,
         )
 
 

@@ -120,9 +120,13 @@ class PoolService(pool_pb2_grpc.PoolServicer):
 
     @_refusing
     async def Pin(self, request: pool_pb2.PinRequest, context: Context[Any, Any]) -> pool_pb2.PinReply:
+        kv_namespace, chain = _namespace(request.kv_namespace), _keys(request.chain)
+        seen = range(len(chain))
+        if request.window_blocks:
+            seen = self._node.core.last_window(time.monotonic_ns(), kv_namespace, chain, request.window_blocks)
         grant = await self._node.pin(
-            _namespace(request.kv_namespace),
-            _keys(request.chain),
+            kv_namespace,
+            chain[seen.start : seen.stop],
             owner=request.owner,
             owner_incarnation=request.owner_incarnation,
             lease_ns=_nanoseconds("lease_s", request.lease_s),
@@ -143,6 +147,7 @@ class PoolService(pool_pb2_grpc.PoolServicer):
                 pool_pb2.Tail(key=tail.chain_key, num_tokens=tail.num_tokens, block=_pull_block(tail))
                 for tail in grant.tails
             ],
+            first_block=seen.start,
         )
 
     @_refusing

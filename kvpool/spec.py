@@ -135,16 +135,12 @@ class KvSpec:
 
     @cached_property
     def windowed(self) -> tuple[int, ...]:
-        """Groups of which a block is needed only near the end of the sequence: those with a window.
-
-        Empty if no group has full attention: then all groups are kept alike, for every block.
-        """
-        found = tuple(g for g, group in enumerate(self.groups) if group.window)
-        return found if len(found) < len(self.groups) else ()
+        """Groups of which a block is needed only near the end of the sequence: those with a window."""
+        return tuple(g for g, group in enumerate(self.groups) if group.window)
 
     @cached_property
     def lasting(self) -> tuple[int, ...]:
-        """All other groups."""
+        """All other groups; empty if all layers have windows."""
         return tuple(g for g in range(self.num_groups) if g not in self.windowed)
 
     @property
@@ -158,7 +154,7 @@ class KvSpec:
         return [layer for g in groups for layer in self.groups[g].layers]
 
     def part(self, groups: Sequence[int]) -> "KvSpec":
-        """Return the spec of these groups alone; itself if they are all."""
+        """Return the spec of these groups, at least one, alone; itself if they are all."""
         if tuple(groups) == tuple(range(self.num_groups)):
             return self
         return KvSpec(tuple(self.groups[g] for g in groups), self.block_tokens)

@@ -52,7 +52,7 @@ class PrefillHandoff:
         entry = queue_entry_to_proto(self._node.wait_queue.entry(request.key), time.monotonic())
         reserve.request.placement.turn.CopyFrom(entry)
         reserve.superseded = self._work.grown_tail
-        for pin in self._work.pinned:
+        for pin in self._work.prefix.blocks:
             if pin.first < min(pin.end, shared):
                 reserve.pulls.append(pin.lease.head(shared - pin.first).to_pull_range(pin.first))
         self._may_hold = True

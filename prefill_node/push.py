@@ -225,7 +225,8 @@ class Pusher:
             return 0
         if self._memory.windows is None:
             return destination.push_from
-        return min(destination.push_from, max(self._seen_from, destination.held_blocks))
+        seen = max(self._seen_from, destination.held_blocks)
+        return min(destination.push_from, seen) if self._memory.spec.lasting else seen
 
     @property
     def window_from(self) -> int:

@@ -72,7 +72,6 @@ class KVConnector:
         self._memory = memory
         self._messenger = messenger
         self._parts = parts
-        self._namespace = parts.lasting.kv_namespace
         self._settings = settings
         self._counters = counters
         self._own_target = settings.own_target
@@ -129,7 +128,8 @@ class KVConnector:
         for target, first, end in asked:
             if first < end:
                 tail_keys = self._tail_keys(request, num_blocks)
-                self._begin_prefetch(self._parts.lasting, target, request.keys[first:end], tail_keys)
+                if self._parts.lasting is not None:
+                    self._begin_prefetch(self._parts.lasting, target, request.keys[first:end], tail_keys)
                 if self._parts.windowed is not None:
                     last = min(num_blocks, request.placement.reuse_blocks, end)
                     seen = request.keys[max(0, last - self._parts.window_blocks) : last]
@@ -159,12 +159,48 @@ class KVConnector:
 
         Leases the longest leading run available at this host's pool and the placement's holders, and the partial block
         after it, if one holds the prompt's next tokens. With windowed groups, the run ends where a pool also has the
-        blocks that the next token sees in them. An unreachable pool only shortens the run: missing blocks are computed.
+        blocks that the next token sees in them; without lasting groups, these blocks alone are leased. An unreachable
+        pool only shortens the run: missing blocks are computed.
         """
+        if self._parts.lasting is None:
+            return PinnedPrefix([], await self._pin_last_window(request, num_blocks))
         found = await self._pin_lasting(request, num_blocks)
         if not found or self._parts.windowed is None:
             return PinnedPrefix(found)
         return await self._with_windows(request, found)
+
+    async def _pin_last_window(self, request: Request, num_blocks: int) -> list[PinnedBlocks]:
+        """Lease the windowed blocks before the last end, among the first `num_blocks`, before which a pool has them.
+
+        Returns one lease, with the partial block after it if there is one, or none.
+        """
+        part, window_blocks = self._parts[True], self._parts.window_blocks
+        chain, tail_keys = key_array(request.keys[:num_blocks]), self._tail_keys(request, num_blocks)
+        found: list[PinnedBlocks] = []
+        for i, (target, _, most) in enumerate(
+            self._targets(request.placement.holders, range(num_blocks), self._own_target)
+        ):
+            if not target or (found and most <= found[0].end) or not self._may_call(target):
+                continue
+            lease = await self._pin(
+                part, target, chain[:most], tail_keys, request.time_left_s, window_blocks=window_blocks
+            )
+            if lease is None:
+                continue
+            block_tokens = self._memory.block_tokens
+            pin = PinnedBlocks(lease.first_block, lease, self.client(target), i == 0, block_tokens, is_windowed=True)
+            self.num_pinned += 1
+            tail = find_tail(request, pin.end, lease.tails, block_tokens)
+            if tail is not None:
+                pin = replace(pin, tail=tail[0], tail_tokens=tail[1])
+            # Blocks may have left the pool since it found them, and one of an earlier version finds no windows.
+            is_whole = pin.first == max(0, pin.end - window_blocks) and pin.num_rows > 0
+            if is_whole and (not found or pin.end > found[0].end):
+                found, superseded = [pin], found
+            else:
+                superseded = [pin]
+            await self.unpin(superseded)
+        return found
 
     async def _with_windows(self, request: Request, pinned: list[PinnedBlocks]) -> PinnedPrefix:
         """Return as much of the leased prefix as there are windowed blocks for; end the other leases."""
@@ -236,24 +272,27 @@ class KVConnector:
     ) -> list[PinnedBlocks]:
         """Lease the longest leading run of whole `blocks`, and partial ones, by their keys, after it."""
         chain = key_array(request.keys[: blocks.stop])
-        targets = [(own_target, blocks.start, blocks.stop)]
-        targets += [
-            (h.pool.target, h.first_block, min(blocks.stop, h.first_block + h.num_blocks))
-            for h in holders
-            if h.pool.node_id != self.own_node_id
-        ]
         pinned: list[PinnedBlocks] = []
         have = blocks.start
-        for i, (target, first, end) in enumerate(targets):
+        for i, (target, first, end) in enumerate(self._targets(holders, blocks, own_target)):
             is_own = i == 0  # it may hold a partial block even without a whole one
             if not target or first > have or (end <= have and not is_own) or not self._may_call(target):
                 continue
-            lease = await self._pin(self._parts.lasting, target, chain[have:end], tail_keys, request.time_left_s)
+            lease = await self._pin(self._parts[False], target, chain[have:end], tail_keys, request.time_left_s)
             if lease is not None:
                 pinned.append(PinnedBlocks(have, lease, self.client(target), is_own, self._memory.block_tokens))
                 have += lease.num_blocks
                 self.num_pinned += 1
         return pinned
+
+    def _targets(self, holders: Sequence[Holder], blocks: range, own_target: str) -> list[tuple[str, int, int]]:
+        """Return (gRPC target, first block, end) of the pools that may hold some of `blocks`, this host's first."""
+        others = [
+            (h.pool.target, h.first_block, min(blocks.stop, h.first_block + h.num_blocks))
+            for h in holders
+            if h.pool.node_id != self.own_node_id
+        ]
+        return [(own_target, blocks.start, blocks.stop), *others]
 
     def _own_lacks(self, request: Request, chain: NDArray[np.uint8], tail_keys: bytes) -> bool:
         """Return True if this host's pool certainly holds nothing of a prompt for which no holder is named."""
@@ -264,7 +303,14 @@ class KVConnector:
         return self._local_pool.lacks(chain, np.frombuffer(tail_keys, np.uint8).reshape(-1, KEY_NBYTES))
 
     async def _pin(
-        self, part: StoredPart, target: str, chain: NDArray[np.uint8], tail_keys: bytes, time_left_s: float
+        self,
+        part: StoredPart,
+        target: str,
+        chain: NDArray[np.uint8],
+        tail_keys: bytes,
+        time_left_s: float,
+        *,
+        window_blocks: int = 0,
     ) -> Lease | None:
         wait_s = max(0.0, min(self._settings.kv.kv_load_wait_s, time_left_s))
         try:
@@ -275,6 +321,7 @@ class KVConnector:
                 wait_s=wait_s,
                 tails=True,
                 tail_keys=tail_keys,
+                window_blocks=window_blocks,
             )
         except PoolErrors as error:
             self._record_call(target, error)
@@ -316,7 +363,7 @@ class KVConnector:
             self._settings.kv.lease_s,
             self._record_call,
         )
-        groups = self._parts.lasting.groups
+        groups = self._parts.lasting.groups if self._parts.lasting is not None else ()
         return PoolLoad(settings, pinned.blocks, slots, first, pinned.windows, groups=groups, without=without)
 
     async def quarantine(self, pinned: PinnedPrefix, blocks: Sequence[int]) -> None:
@@ -350,7 +397,7 @@ class KVConnector:
         as far as `window` still holds all of them. A failure is only logged and counted: the blocks cannot be
         reused then.
         """
-        puts = [(self._parts.lasting, kept, first)]
+        puts = [(self._parts.lasting, kept, first)] if self._parts.lasting is not None else []
         if window is not None and self._parts.windowed is not None:
             for each in (*map(kept.head, shared_ends), kept):
                 tail = window.tail(len(each.keys)) if each.num_blocks else None
@@ -396,7 +443,7 @@ class KVConnector:
         if hints.lifetime_s <= 0 or not keys or not target or not self._may_call(target):
             return
         try:
-            retained = [(self._namespace, keys)]
+            retained = [(self._parts.lasting.kv_namespace, keys)] if self._parts.lasting is not None else []
             if self._parts.windowed is not None:
                 retained.append((self._parts.windowed.kv_namespace, keys[-self._parts.window_blocks :]))
             for namespace, chain in retained:

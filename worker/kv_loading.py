@@ -84,7 +84,8 @@ class PoolLoad:
         """Prepare to load the prompt's blocks from `first` on, including the partial one, into `slots`.
 
         `groups` of the memory are those of `pinned`, except for the layers `without`. `windows` are the last blocks in
-        windowed groups. Until `run` returns, each PinnedBlocks records the rows that it is to read as right.
+        windowed groups, one lease if these are all groups. Until `run` returns, each PinnedBlocks records the rows that
+        it is to read as right.
         """
         self._settings = settings
         self._memory = settings.memory
@@ -100,6 +101,8 @@ class PoolLoad:
             self._ranges.append(_Range(pin, groups, skip, self.num_blocks, part))
             pin.right = range(skip, skip + count)
             self.num_blocks += count
+        if not groups and windows:  # of the blocks before a window, nothing is needed
+            self.num_blocks = max(0, min(len(slots), windows[0].first + windows[0].num_rows - first))
         for pin in windows:
             skip = max(0, first - pin.first)
             at = max(0, pin.first - first)

@@ -58,7 +58,7 @@ class LocalPoolAccess:
         if pool is None:
             return False
         try:
-            namespace = self._parts.lasting.kv_namespace
+            namespace = self._parts[False].kv_namespace
             if any(pool.contains(namespace, key) for key in (*chain[:1], *tail_keys)):
                 return False
             # Counted now: later, the look-up would find the blocks that this request is about to store.

@@ -69,7 +69,7 @@ class WorkerNode(EngineNode):
         self.default_sinks = self.model.default_sinks
         identity = f"{self.model.fingerprint} {self.model.computation}".strip()
         self.stored_parts = StoredParts.of(identity, self.stored.spec, provenance)
-        self.namespace = self.stored_parts.lasting.kv_namespace
+        self.namespace = self.stored_parts.kv_namespace
         pool_settings = PoolCallSettings(
             own_target=config.pool_target,
             owner=config.node_id,
@@ -157,7 +157,7 @@ class WorkerNode(EngineNode):
         self._begin_joining(target)
 
     def _engine_description(self) -> Node:
-        windowed = self.stored_parts.windowed
+        lasting, windowed = self.stored_parts.lasting, self.stored_parts.windowed
         return Node(
             endpoint=self.endpoint.to_proto(),
             host_id=self.endpoint.host_id,
@@ -165,7 +165,7 @@ class WorkerNode(EngineNode):
             kv_namespace=self.namespace,
             spec=self.stored.spec.to_proto(),
             capacity_tokens=self.config.engine.capacity_tokens,
-            kv_bytes_per_token=self.stored_parts.lasting.spec.bytes_per_token,
+            kv_bytes_per_token=lasting.spec.bytes_per_token if lasting is not None else 0,
             window_namespace=windowed.kv_namespace if windowed is not None else b"",
             window_blocks=self.stored_parts.window_blocks,
             window_bytes_per_token=windowed.spec.bytes_per_token if windowed is not None else 0,

@@ -3,7 +3,7 @@
 Digests show that bytes are unchanged since they were stored, not that they were right then. A sampled request reuses
 the blocks before a random block and computes the rest; the pool's content from that block on is copied, compared, and
 never used. With windowed groups, it computes everything, since their blocks end where the reuse ends; blocks are
-compared in the lasting groups.
+compared in the lasting groups, and without any, none.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class ParityChecker:
 
         The choice depends only on the request id, so all nodes that work on the request make the same one.
         """
-        chance = blake3(request_id.encode()).digest(length=16)
-        if not num_blocks or int.from_bytes(chance[:8], "little") >= self._share * 2.0**64:
+        spec, chance = self._memory.spec, blake3(request_id.encode()).digest(length=16)
+        if not num_blocks or int.from_bytes(chance[:8], "little") >= self._share * 2.0**64 or not spec.lasting:
             return None
-        return 0 if self._memory.spec.windowed else int.from_bytes(chance[8:], "little") % num_blocks
+        return 0 if spec.windowed else int.from_bytes(chance[8:], "little") % num_blocks
 
     def set_aside(self, first: int, slots: Sequence[int], valid: NDArray[np.int32]) -> ParitySample:
         """Copy the loaded content of the slots of blocks from `first` on before it is overwritten. Blocks."""

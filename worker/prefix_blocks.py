@@ -33,10 +33,11 @@ class StoredPart:
 class StoredParts:
     """The parts of a model's KV: of lasting groups every block is stored, of windowed ones those at ends of sequences.
 
-    A block has the same key in both. `windowed` is None for a model without windowed groups.
+    A block has the same key in both. `windowed` is None for a model without windowed groups, `lasting` for a model
+    with windows in all layers.
     """
 
-    lasting: StoredPart
+    lasting: StoredPart | None
     windowed: StoredPart | None
     window_blocks: int
 
@@ -44,11 +45,13 @@ class StoredParts:
     def of(cls, identity: str, spec: KvSpec, provenance: Provenance = Provenance.EXACT) -> StoredParts:
         """Return the parts of `spec` for the weights, or the computation, named `identity`."""
 
-        def part(groups: tuple[int, ...]) -> StoredPart:
+        def part(groups: tuple[int, ...]) -> StoredPart | None:
+            if not groups:
+                return None
             name, is_windowed = kv_namespace(identity, spec.part(groups), provenance), groups == spec.windowed
             return StoredPart(groups, spec.part(groups), name, is_windowed, is_chained=not is_windowed)
 
-        return cls(part(spec.lasting), part(spec.windowed) if spec.windowed else None, spec.window_blocks)
+        return cls(part(spec.lasting), part(spec.windowed), spec.window_blocks)
 
     @classmethod
     def of_hidden(cls, identity: str, spec: KvSpec, group: int) -> StoredParts:
@@ -60,13 +63,17 @@ class StoredParts:
     @property
     def all(self) -> list[StoredPart]:
         """Both parts, or the only one."""
-        return [self.lasting] if self.windowed is None else [self.lasting, self.windowed]
+        return [part for part in (self.lasting, self.windowed) if part is not None]
+
+    @property
+    def kv_namespace(self) -> bytes:
+        """Namespace of the first part, which identifies the model's KV in the cluster."""
+        return self.all[0].kv_namespace
 
     def __getitem__(self, is_windowed: bool) -> StoredPart:
-        if not is_windowed:
-            return self.lasting
-        assert self.windowed is not None
-        return self.windowed
+        part = self.windowed if is_windowed else self.lasting
+        assert part is not None
+        return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,25 +204,27 @@ class PinnedBlocks:
         """Index in the prompt of the block after the last whole one."""
         return self.first + self.lease.num_blocks
 
-    def tokens_by_tier(self, num_tokens: int) -> tuple[int, int, int]:
+    def tokens_by_tier(self, num_tokens: int, *, after_block: int = 0) -> tuple[int, int, int]:
         """Return (tokens from this host's memory, from its SSD, from another host) among the prompt's first
         `num_tokens`.
 
-        Blocks from SSD are assumed to be the last of the run: later blocks are used less and leave memory first.
+        Blocks from SSD are assumed to be the last of the run: later blocks are used less and leave memory first. A
+        window also counts the tokens before it from `after_block` on: they are reused, although no layer reads them.
         """
         begins = (self.first + np.arange(self.num_rows)) * self.block_tokens
         used = np.clip(num_tokens - begins, 0, self.valid)
         used = used[self.right.start : self.right.stop]
+        unread = max(0, self.first - after_block) * self.block_tokens if self.is_windowed and used.any() else 0
         if not self.is_own:
-            return 0, 0, int(used.sum())
+            return 0, 0, int(used.sum()) + unread
         ssd_end = max(0, self.lease.num_blocks - self.right.start)  # the partial block does not count
         ssd = int(used[max(0, ssd_end - self.lease.ssd_blocks) : ssd_end].sum())
-        return int(used.sum()) - ssd, ssd, 0
+        return int(used.sum()) + unread - ssd, ssd, 0
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefix:
-    """Leases of one request: blocks of the lasting groups, and the last ones of them in windowed groups."""
+    """Leases of one request: blocks of the lasting groups, and the last ones of the prefix in windowed groups."""
 
     blocks: list[PinnedBlocks]
     windows: list[PinnedBlocks] = field(default_factory=list)
@@ -233,6 +242,11 @@ class PinnedPrefix:
     def all(self) -> list[PinnedBlocks]:
         """All leases."""
         return [*self.blocks, *self.windows]
+
+    @property
+    def ending(self) -> list[PinnedBlocks]:
+        """Leases of which the last one ends the prefix: of the lasting groups, or if there are none, the windowed."""
+        return self.blocks or self.windows
 
 
 def key_array(keys: Sequence[bytes]) -> NDArray[np.uint8]:

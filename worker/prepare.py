@@ -58,6 +58,7 @@ class Prepared:
     is_superseding: bool = False  # a stored block contains the reused partial one
     window: WindowHold | None = None  # slots of windowed groups
     rolling: RollingWindow | None = None  # if it slides here: nobody shares the slots
+    known_blocks: int = 0  # leading blocks of an earlier prompt of this node, if no pool can show where they part
 
     @property
     def shared_ends(self) -> list[int]:
@@ -66,7 +67,8 @@ class Prepared:
         They are the end of the chat's head, and the place where an earlier prompt was seen to part from this one.
         """
         reused = max(self.pooled_blocks, self.local_blocks)
-        return sorted({end for end in (self.prefix.branch, self.request.head_blocks) if end > reused})
+        parted = self.known_blocks or self.prefix.branch
+        return sorted({end for end in (parted, self.request.head_blocks) if end > reused})
 
     @property
     def rolls_in_prompt(self) -> bool:
@@ -75,18 +77,18 @@ class Prepared:
 
     @property
     def pinned(self) -> list[PinnedBlocks]:
-        """Leased blocks of the lasting groups."""
-        return self.prefix.blocks
+        """Leased blocks of the lasting groups or, if all layers have windows, of the windowed ones."""
+        return self.prefix.ending
 
     @property
     def pooled_blocks(self) -> int:
-        """Number of leading whole blocks that are leased at pool nodes."""
-        return sum(p.lease.num_blocks for p in self.pinned)
+        """Number of leading whole blocks after which the prompt can go on with what is leased at pool nodes."""
+        return max((p.end for p in self.pinned), default=0)
 
     @property
     def pooled_tokens(self) -> int:
-        """Number of tokens in all leased blocks, the partial one included."""
-        return sum(int(p.valid.sum()) for p in self.pinned)
+        """Number of tokens in these blocks and in the leased partial one."""
+        return max((p.first * p.block_tokens + int(p.valid.sum()) for p in self.pinned), default=0)
 
     @property
     def grown_tail(self) -> bytes:
@@ -96,8 +98,8 @@ class Prepared:
 
     @property
     def shared_blocks(self) -> int:
-        """Number of leased blocks that other nodes may read as well."""
-        if self.rolls_in_prompt:
+        """Number of leading blocks that are leased in lasting groups, and that other nodes may read as well."""
+        if self.rolls_in_prompt or not self.prefix.blocks:
             return 0
         return self.pooled_blocks if self.cut is None else min(self.cut, self.pooled_blocks)
 
@@ -115,7 +117,7 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
     num_slots = request.num_slots(peak_tokens, block_tokens)
     if node.slots.must_wait(num_slots):
         node.kv_connector.prefetch(request, reusable)
-    slots, num_shared, window = await node.slots.take(
+    taken = await node.slots.take(
         request.key,
         request.keys[: reusable if cut is None else cut],
         num_slots,
@@ -126,12 +128,21 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
     pinning = asyncio.ensure_future(_pin(node, request, reusable))
     work: Prepared | None = None
     try:
-        work = Prepared(request, slots, num_shared, await asyncio.shield(pinning), cut, window=window, rolling=rolling)
+        work = Prepared(
+            request,
+            taken.slots,
+            taken.num_shared,
+            await asyncio.shield(pinning),
+            cut,
+            window=taken.window,
+            rolling=rolling,
+            known_blocks=0 if node.memory.spec.lasting else taken.num_known,
+        )
         yield work
     finally:
         if work is not None:
             await _end_load(work)
-        node.slots.give(slots, window)
+        node.slots.give(taken.slots, taken.window)
         await shielded(
             asyncio.ensure_future(_unpin(node, pinning, superseded=work is not None and work.is_superseding))
         )
@@ -388,7 +399,7 @@ def _timing_of(node: WorkerNode, work: Prepared) -> Timing:
 
 def _tokens_by_tier(work: Prepared) -> tuple[int, int, int]:
     """Return the reused tokens from this host's memory, from its SSD and from other hosts."""
-    tiers = [pin.tokens_by_tier(work.reused_tokens) for pin in work.pinned]
+    tiers = [pin.tokens_by_tier(work.reused_tokens, after_block=work.local_blocks) for pin in work.pinned]
     dram, ssd, remote = (sum(column) for column in zip((0, 0, 0), *tiers, strict=True))
     return dram, ssd, remote
 

@@ -160,7 +160,7 @@ class SiblingKv:
             namespace, nbytes = b"", 0
             if point.first:
                 assert self.hidden is not None
-                part = hidden_parts(sender, self.hidden.spec, point.first).lasting
+                part = hidden_parts(sender, self.hidden.spec, point.first)[False]
                 namespace, nbytes = part.kv_namespace, part.spec.bytes_per_token
             return SiblingPoint(
                 first_layer=point.first,
@@ -173,7 +173,7 @@ class SiblingKv:
 
         return Sibling(
             model_fingerprint=sender,
-            kv_namespace=StoredParts.of(sender, self._memory.spec).lasting.kv_namespace,
+            kv_namespace=StoredParts.of(sender, self._memory.spec).kv_namespace,
             points=[described(point) for point in profile.points],
         )
 

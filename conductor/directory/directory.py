@@ -38,6 +38,10 @@ class WindowedBlocks(NamedTuple):
     kv_namespace: Namespace
     num_seen: int
 
+    def are_all(self, kv_namespace: Namespace) -> bool:
+        """Return True if pools store nothing else of the model with this namespace: all of its layers have windows."""
+        return self.kv_namespace == kv_namespace
+
 
 class Matches(Mapping[str, Match]):
     """Nodes that hold the chain's first block, by id.
@@ -304,7 +308,8 @@ class Directory:
     ) -> Matches:
         """Return the number of leading blocks of the chain (uint64 [n], see `keys_u64`) that each node holds.
 
-        With `windows`, of those after which it also holds the windowed blocks that the next token sees.
+        With `windows`, of those after which it also holds the windowed blocks that the next token sees. If these are
+        all that pools store of the model, nothing else must be there.
         """
         places = self._places
         if places is None or places.version != self._numbers.version:
@@ -314,7 +319,10 @@ class Directory:
             keys = np.ascontiguousarray(keys)
         _, roster, of_numbers = places
         held = np.zeros((2, len(roster)), np.int64)
-        longest = self._table.match(keys, fold, of_numbers, held)
+        if windows is not None and windows.are_all(kv_namespace):
+            held[0], longest = len(keys), len(keys) if roster else 0
+        else:
+            longest = self._table.match(keys, fold, of_numbers, held)
         if windows is not None and windows.num_seen and longest:
             fold = self._fold(windows.kv_namespace)
             longest = self._table.match_windows(keys, fold, of_numbers, windows.num_seen, held)

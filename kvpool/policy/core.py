@@ -348,6 +348,16 @@ class PoolCore:
         self.leases[lease_id] = LeaseRecord(lease_id, owner, owner_incarnation, copies, expires_ns, kept_until_ns)
         return LeaseGrant(lease_id, tuple(run), expires_ns, tuple(after), num_from_ssd)
 
+    def last_window(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes], window_blocks: int) -> range:
+        """Return the last `window_blocks` blocks of `chain` that follow each other and are sealed, in any tier.
+
+        If the leading run has no more, all of it; if it is empty, too, the look-up is counted here.
+        """
+        seen = self.store.index.last_window(kv_namespace, chain, window_blocks)
+        if not seen and chain:
+            self.metrics.record_lookup(min(len(chain), window_blocks), 0, [], now_ns)
+        return seen
+
     def use(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> None:
         """Count a look-up of blocks that were read, and verified by their digests, without a lease."""
         self._look_up(now_ns, kv_namespace, chain)

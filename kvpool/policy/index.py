@@ -64,6 +64,19 @@ class BlockIndex:
             blocks.append(block)
         return blocks
 
+    def last_window(self, kv_namespace: bytes, chain: Sequence[bytes], window_blocks: int) -> range:
+        """Return the last `window_blocks` full sealed blocks of `chain` that follow each other, in any tier; if the
+        longest run from its start has no more, that run.
+        """
+        end = len(chain)
+        for i in range(len(chain) - 1, -1, -1):
+            block = self.get(kv_namespace + chain[i])
+            if block is None or block.put_id or block.num_tokens:
+                end = i
+            elif end - i == window_blocks:
+                return range(i, end)
+        return range(end)
+
     def would_form_cycle(self, node: PrefixNode, before: PrefixNode) -> bool:
         """Return True if adding a block at the empty `node`, after `before`, would form a cycle."""
         if node is before:

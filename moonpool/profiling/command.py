@@ -155,7 +155,7 @@ def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[MeasuredPo
         model=work.name,
         model_fingerprint=loaded.fingerprint,
         hardware=hardware,
-        kv_bytes_per_token=spec.part(spec.lasting).bytes_per_token,
+        kv_bytes_per_token=sum(spec.groups[g].token_nbytes for g in spec.lasting),
         window_tokens=max((group.window for group in windowed), default=0),
         window_bytes_per_token=sum(group.token_nbytes for group in windowed),
         engine={**settings, "dtype": loaded.dtype, "max_model_len": loaded.config.max_positions},

@@ -23,7 +23,10 @@ from worker.policy.cost_profile import CostProfile
 
 @dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """Relative sizes of a block in layers without (`lasting`) and with windows, and the blocks that a window sees."""
+    """Relative sizes of a block in layers without (`lasting`) and with windows, and the blocks that a window sees.
+
+    `lasting` is 0 if all layers have windows: then blocks take room only where a window is stored.
+    """
 
     lasting: int = 1
     windowed: int = 0
@@ -38,12 +41,17 @@ class BlockSizes:
         sizes = (profile.kv_bytes_per_token // common, profile.window_bytes_per_token // common)
         return cls(*sizes, -(-profile.window_tokens // block_tokens))
 
+    @property
+    def unit(self) -> int:
+        """Size of the blocks in which capacities are given."""
+        return self.lasting or self.windowed
+
 
 _EQUAL = BlockSizes()
 
 
 class SimulatedPools:
-    """All pool nodes, one per prefill node. Capacities are in blocks of layers without windows."""
+    """All pool nodes, one per prefill node. Capacities are in blocks of layers without windows, if there are any."""
 
     def __init__(self, settings: ServingSettings, names: Sequence[str], sizes: BlockSizes = _EQUAL) -> None:
         self.roster = tuple(sorted(names))
@@ -165,15 +173,15 @@ class SimulatedPools:
         """Describe the pool nodes that hold more than their capacity."""
         tiers = [(self._memory, settings.pool_blocks), (self._ssd, settings.ssd_blocks)]
         return [
-            f"{name} holds {len(tier.present)} blocks, in the room of {tier.used / self._sizes.lasting:g} of {most}"
+            f"{name} holds {len(tier.present)} blocks, in the room of {tier.used / self._sizes.unit:g} of {most}"
             for named, most in tiers
             for name, tier in named.items()
-            if tier.used > most * self._sizes.lasting
+            if tier.used > most * self._sizes.unit
         ]
 
 
 def _tier(settings: ServingSettings, blocks: int, sizes: BlockSizes) -> SimulatedPool:
-    capacity = blocks * sizes.lasting
+    capacity = blocks * sizes.unit
     policy = make_policy(settings.eviction, capacity)
     if sizes.window_blocks:
         policy.keep_to_recency()

@@ -7,7 +7,7 @@ import pytest
 
 from conductor.config import ConductorConfig
 from conductor.core import Core
-from conductor.directory import DirectoryState
+from conductor.directory import DirectoryState, WindowedBlocks
 from conductor.policy.decisions import Copy, Shrink
 from conductor.pools import CopiedPrefixes, PoolNodes
 from kvpool import KvGroup, KvSpec, keys_u64, layer_digests, parent_keys
@@ -22,6 +22,7 @@ SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=16)
 NAMESPACE = bytes(range(16))
 CHAIN = np.random.default_rng(1).integers(0, 256, (10, 16), dtype=np.uint8)
 NAMES = ("pool-0", "pool-1")
+WINDOWS = WindowedBlocks(NAMESPACE, 3)
 
 
 class Nodes:
@@ -207,6 +208,23 @@ async def test_a_copy_is_made_and_recorded_and_a_prefix_that_is_kept_is_only_rec
     assert nodes.pools.replicas.within(NAMESPACE, keys_u64(CHAIN)) == {"pool-1": 7}
     assert await nodes.held("pool-1") == (0 if keeps_fetched else 10)
     assert (nodes.core.policy.replication.spent_s > 0) is not keeps_fetched
+
+
+async def test_of_a_model_with_windows_only_the_last_blocks_are_copied_and_dropped_again(nodes):
+    client = PoolClient(nodes.target("pool-1"), owner="test", owner_incarnation=1)
+    assert await client.evict(NAMESPACE, CHAIN) == len(CHAIN)
+    nodes.pools.start_copy(Copy("pool-0", "pool-1", 9, 7, False), NAMESPACE, CHAIN.tobytes(), WINDOWS)
+    await nodes.settled()
+    assert [len(await client.inspect(key.tobytes(), kv_namespace=NAMESPACE)) for key in CHAIN] == [0] * 6 + [1] * 3 + [
+        0
+    ]
+    await client.close()
+    assert nodes.pools.replicas.within(NAMESPACE, keys_u64(CHAIN)) == {"pool-1": 7}
+    await until(lambda: nodes.pools.directory.num_blocks("pool-1") == 3)
+    assert nodes.pools.match(NAMESPACE, keys_u64(CHAIN[:9]), WINDOWS)["pool-1"].blocks == 9
+    nodes.pools.shrink(Shrink("pool-1", 7, 8))
+    await nodes.settled()
+    assert await nodes.held("pool-1") == 2
 
 
 async def test_a_copy_is_over_when_its_target_joins_anew_meanwhile(nodes, tmp_path):

@@ -179,6 +179,13 @@ def two_group_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def windows_only_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with windows in all layers."""
+    spec = RandomModelSpec(family="mistral", layers=3, vocab=2048, max_len=2048, window=48, scale=3.0, seed=9)
+    return write_random_model(tmp_path_factory.mktemp("model3"), spec, tokenizer=TOKENIZER)
+
+
+@pytest.fixture(scope="session")
 def weightless() -> Callable[[Path, Path], Path]:
     """A model's folder without its weights, as paced engines need it, with the profile "slow.json" to pace them."""
 

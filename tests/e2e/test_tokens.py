@@ -50,10 +50,13 @@ async def test_two_by_two_cluster_over_tcp_says_what_one_process_would(
 
 
 @pytest.fixture(scope="module")
-def smallest(random_model: Path, two_group_model: Path, start_cluster: Callable[..., Any]) -> Iterator[Any]:
-    """A node of each role, over shared memory; beside it two for another model, and two aggregated ones for a third."""
+def smallest(
+    random_model: Path, two_group_model: Path, windows_only_model: Path, start_cluster: Callable[..., Any]
+) -> Iterator[Any]:
+    """A node of each role, over shared memory; beside it two for each of two other models, and two aggregated ones."""
     flags = ["--transport", "shm", "--block-tokens", "8", "--prefill-chunk-tokens", "48"]
     flags += ["--add-model", f"two-groups={two_group_model},prefill_nodes=1,decode_nodes=1"]
+    flags += ["--add-model", f"windows-only={windows_only_model},prefill_nodes=1,decode_nodes=1"]
     flags += ["--add-model", f"both-phases={random_model},aggregated=2"]
     with start_cluster(random_model, *flags) as cluster:
         yield cluster
@@ -78,13 +81,21 @@ async def test_the_smallest_cluster_says_what_one_process_would(
     await check_says_what_one_process_would(smallest, judge_of(random_model), session)
 
 
+@pytest.mark.parametrize("model", ["", "windows-only"])
 async def test_answers_are_reused_by_the_next_turn(
-    smallest: Any, random_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+    smallest: Any,
+    random_model: Path,
+    windows_only_model: Path,
+    judge_of: Callable[[Path], Any],
+    session: aiohttp.ClientSession,
+    model: str,
 ) -> None:
-    judge = judge_of(random_model)
-    history = prompts(1, shared=20, own=10, seed=6)[0]
+    judge = judge_of(windows_only_model if model else random_model)
+    asked: dict[str, Any] = {"max_tokens": 33, "ignore_eos": True, "temperature": 0.0}
+    asked |= {"model": model} if model else {}
+    history = prompts(1, shared=70, own=10, seed=6)[0]
     for turn in range(4):
-        answer = await smallest.complete(session, history, max_tokens=33, ignore_eos=True, temperature=0.0)
+        answer = await smallest.complete(session, history, **asked)
         assert judge.wrong_tokens(answer) == []
         if turn:
             # All before this turn's six tokens, but the answer's last one, which was never fed back.

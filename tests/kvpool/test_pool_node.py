@@ -183,6 +183,34 @@ async def test_pin_gives_the_longest_leading_run_with_all_groups(start_pool, wor
     await client.unpin(lease)
 
 
+@pytest.mark.parametrize(
+    ("stored", "window_blocks", "expected"),
+    [
+        ([3, 4, 5], 3, (3, 6)),
+        ([0, 1, 3, 4, 5, 7], 2, (4, 6)),
+        ([0, 1, 3, 4, 5, 7], 3, (3, 6)),
+        ([0, 1, 3, 4, 5, 7], 4, (0, 2)),
+        ([0, 1], 4, (0, 2)),
+        (list(range(8)), 3, (5, 8)),
+        ([1, 2, 3], 4, None),
+    ],
+)
+async def test_pin_gives_the_last_window_that_is_whole(
+    start_pool, worker, chain_of, stored: list[int], window_blocks: int, expected: tuple[int, int] | None
+) -> None:
+    client, chain = worker.client((await start_pool()).target), chain_of(8)
+    for index in stored:
+        await worker.put(client, chain[index : index + 1])
+    lease = await client.pin(worker.ns, chain, lease_s=30, window_blocks=window_blocks)
+    if expected is None:
+        assert lease is None
+        return
+    assert lease is not None
+    assert (lease.first_block, lease.first_block + lease.num_blocks) == expected
+    assert np.array_equal(lease.chain, chain[slice(*expected)])
+    await client.unpin(lease)
+
+
 async def test_quarantined_blocks_are_gone_for_new_readers(start_pool, worker, chain_of) -> None:
     client = worker.client((await start_pool()).target)
     await worker.put(client, chain_of(4))

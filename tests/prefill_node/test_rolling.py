@@ -139,7 +139,7 @@ async def test_what_a_window_has_left_behind_is_never_stored(start_pair: Start, 
     await ask(pair, prompt(200), "long", max_tokens=20)
     assert not len(pair.pool.core.store.index)
     await ask(pair, prompt(40), "short", max_tokens=60)
-    kept = pair.prefill.node.stored_parts.lasting.kv_namespace
+    kept = pair.prefill.node.stored_parts.kv_namespace
     assert [block.kv_namespace for block in pair.pool.core.store.index].count(kept) == 40 // BLOCK
 
 

@@ -156,7 +156,7 @@ async def test_flipped_bits_are_found_and_the_rest_is_computed(
     hidden = hidden_spec([1], siblings.sender.config.hidden_size, "float32", BLOCK)
     namespaces = {
         "kv": kv_namespace(siblings.sender.fingerprint, spec),
-        "inputs": hidden_parts(siblings.sender.fingerprint, hidden, 1).lasting.kv_namespace,
+        "inputs": hidden_parts(siblings.sender.fingerprint, hidden, 1).kv_namespace,
     }
     flip(sends, namespaces[what], sends.submit(ids, "x").chain[3 * 16 : 4 * 16])
     request = await ask(receives, reusing(receives, siblings, ids, "reuse", span))

@@ -53,7 +53,7 @@ def pool_blocks(pair: Pair) -> tuple[int, int]:
     parts = pair.prefill.node.stored_parts
     assert parts.windowed is not None
     stored = [block.kv_namespace for block in pair.pool.core.store.index]
-    return stored.count(parts.lasting.kv_namespace), stored.count(parts.windowed.kv_namespace)
+    return stored.count(parts[False].kv_namespace), stored.count(parts.windowed.kv_namespace)
 
 
 async def test_a_long_prompt_takes_no_more_window_slots_than_its_window_and_a_chunk(

@@ -42,6 +42,17 @@ def test_windows_take_room_and_prompts_leave_whole() -> None:
     assert [held(windowed, *blocks) for blocks in prompts] == [0, 0, 0, 4, 4]
 
 
+def test_without_other_layers_only_windows_take_room() -> None:
+    sizes = BlockSizes.of(replace(load_profile(MOONCAKE), kv_bytes_per_token=0, window_bytes_per_token=9), 512)
+    assert (sizes.lasting, sizes.windowed) == (0, 1)
+    pools = SimulatedPools(SETTINGS, ["a"], replace(sizes, window_blocks=2))
+    prompts = [tuple(range(100 * i, 100 * i + 50)) for i in range(1, 12)]
+    for at, blocks in enumerate(prompts):
+        pools.store("a", at, blocks)
+        assert pools.validate(SETTINGS) == []
+    assert [held(pools, *blocks) for blocks in prompts] == [0] + [50] * 10
+
+
 def test_what_is_used_stays() -> None:
     pools = SimulatedPools(SETTINGS, ["a"], SIZES)
     pools.store("a", 0, (1, 2, 3, 4))

@@ -135,7 +135,7 @@ async def test_kv_of_any_chunks_and_decode_steps_is_within_the_tolerance(
 
 
 def test_a_share_of_requests_is_chosen_and_all_nodes_choose_alike() -> None:
-    memory: Any = SimpleNamespace(spec=SimpleNamespace(windowed=()))
+    memory: Any = SimpleNamespace(spec=SimpleNamespace(windowed=(), lasting=(0,)))
     none, some, all_of_them = (ParityChecker(memory, share) for share in (0.0, 0.25, 1.0))
     ids = [f"request {i}" for i in range(2000)]
     assert not any(none.cut(name, 10) is not None for name in ids)

@@ -28,7 +28,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
         indexed = self.pool.match(keys)
         before = self.pool.num_held, self.pool.num_available
         try:
-            slots, num_shared, _ = self.pool.acquire(keys, len(keys))
+            slots, num_shared, *_ = self.pool.acquire(keys, len(keys))
         except OutOfSlots:
             assert (self.pool.num_held, self.pool.num_available) == before
             assert self.pool.num_available < len(keys)

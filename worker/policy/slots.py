@@ -16,11 +16,15 @@ IndexChange = Callable[[bytes], None]
 
 
 class TakenSlots(NamedTuple):
-    """Slots of one request in block order; the first `num_shared` are shared. `window`: of groups with windows."""
+    """Slots of one request in block order; the first `num_shared` are shared. `window`: of groups with windows.
+
+    `num_known`: leading blocks of an earlier request, shared or not, because their slots with windows are gone.
+    """
 
     slots: list[int]
     num_shared: int
     window: WindowHold | None = None
+    num_known: int = 0
 
 
 class SlotPool:
@@ -130,6 +134,7 @@ class SlotPool:
         slots = window.blocks
         try:
             shared = self.match(keys)
+            num_known = len(shared)
             while True:  # until the engine's thread has taken none of the slots that were found
                 del shared[windows.usable(shared, seen_from) :]
                 slots[:] = shared
@@ -145,7 +150,7 @@ class SlotPool:
         except OutOfSlots:
             window.close()
             raise
-        return TakenSlots(slots, len(shared), window)
+        return TakenSlots(slots, len(shared), window, num_known)
 
     def index(self, slot: int, key: bytes) -> None:
         """Index a held slot that now contains the whole block `key`. The first slot of a key keeps it."""

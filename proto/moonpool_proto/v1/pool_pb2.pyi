@@ -291,6 +291,7 @@ class PinRequest(_message.Message):
     WAIT_S_FIELD_NUMBER: _builtins.int
     TAILS_FIELD_NUMBER: _builtins.int
     TAIL_KEYS_FIELD_NUMBER: _builtins.int
+    WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
     kv_namespace: _builtins.bytes
     chain: _builtins.bytes
     owner: _builtins.str
@@ -304,6 +305,10 @@ class PinRequest(_message.Message):
     """16 bytes each, best first: partial blocks that the prompt could use after the run. The first one that exists is
     leased; if none does, the most recently used ones are.
     """
+    window_blocks: _builtins.int
+    """Above 0: not the leading run, but the last `window_blocks` blocks that follow each other; or, if the leading run has
+    no more, all of it. That is what a token sees whose layers all have windows. Earlier versions ignore it.
+    """
     def __init__(
         self,
         *,
@@ -315,10 +320,11 @@ class PinRequest(_message.Message):
         wait_s: _builtins.float = ...,
         tails: _builtins.bool = ...,
         tail_keys: _builtins.bytes = ...,
+        window_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "kv_namespace", b"kv_namespace", "lease_s", b"lease_s", "owner", b"owner", "owner_incarnation", b"owner_incarnation", "tail_keys", b"tail_keys", "tails", b"tails", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "kv_namespace", b"kv_namespace", "lease_s", b"lease_s", "owner", b"owner", "owner_incarnation", b"owner_incarnation", "tail_keys", b"tail_keys", "tails", b"tails", "wait_s", b"wait_s", "window_blocks", b"window_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -335,10 +341,13 @@ class PinReply(_message.Message):
     SSD_BLOCKS_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     TAILS_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """empty if nothing was leased"""
     ssd_blocks: _builtins.int
     """number of `blocks` that were loaded from SSD and not used since"""
+    first_block: _builtins.int
+    """index of the first of `blocks` in the chain; not 0 only for a window"""
     @_builtins.property
     def key(self) -> _worker_pb2.RemoteKey:
         """for reading"""
@@ -363,10 +372,11 @@ class PinReply(_message.Message):
         ssd_blocks: _builtins.int = ...,
         spec: _common_pb2.KvSpec | None = ...,
         tails: _abc.Iterable[Global___Tail] | None = ...,
+        first_block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "key", b"key", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "endpoint", b"endpoint", "key", b"key", "lease_id", b"lease_id", "spec", b"spec", "ssd_blocks", b"ssd_blocks", "tails", b"tails"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "endpoint", b"endpoint", "first_block", b"first_block", "key", b"key", "lease_id", b"lease_id", "spec", b"spec", "ssd_blocks", b"ssd_blocks", "tails", b"tails"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -340,6 +340,26 @@ def test_a_match_ends_where_the_node_has_the_windowed_blocks_before(
     assert found.longest == max((match.blocks for match in expected.values()), default=0)
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    held=st.dictionaries(st.sampled_from("abcd"), st.sets(st.integers(0, 11))),
+    num_seen=st.integers(1, 4),
+    length=st.integers(0, 12),
+)
+def test_without_other_blocks_a_match_ends_after_the_last_windowed_ones(
+    held: dict[str, set[int]], num_seen: int, length: int
+) -> None:
+    directory = Directory()
+    expected = {}
+    for node, windowed in held.items():
+        directory.apply(node, snapshot(run(*sorted(windowed))))
+        ends = [end for end in range(1, length + 1) if set(range(max(0, end - num_seen), end)) <= windowed]
+        expected |= {node: Match(ends[-1], 0)} if ends else {}
+    found = directory.match(NS, short(*range(length)), WindowedBlocks(NS, num_seen))
+    assert found == expected
+    assert found.longest == max((match.blocks for match in expected.values()), default=0)
+
+
 def test_blocks_on_ssd_are_the_last_ones_of_a_shortened_match() -> None:
     directory = Directory()
     directory.apply("a", snapshot(run(0, 1), run(2, 3, tier=Tier.SSD), run(1, 2, ns=OTHER)))
