@@ -130,6 +130,14 @@ class EngineSettings(SettingsGroup):
         int, Key("CPU threads of each engine process", low=0, high=1024, default_text="an equal share of the cores")
     ] = 0
     capacity_tokens: Annotated[int, Key("Capacity of an engine's KV cache in tokens", low=1)] = 32768
+    window_slots: Annotated[
+        int,
+        Key(
+            "KV blocks that an engine holds in the layers with a window, of models that have any",
+            low=0,
+            default_text="enough for max_batch answers and two prompts",
+        ),
+    ] = 0
     max_batch: Annotated[int, Key("Maximum sequences decoded in one step", low=1, high=65536)] = 64
     prefill_chunk_tokens: Annotated[int, Key("Maximum prompt tokens computed in one step", low=1)] = 512
     prefill_lookahead: Annotated[

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from engine import Model, PagedCache
 from engine.int8_rows import decode_rows, encode_rows
 from kvpool import KvGroup, KvPoolError, KvSpec
-from kvpool.errors import SpecError
 from messenger import GpuMemory, GpuMemoryUnsupported, Messenger
 from messenger.staging import READY, DeviceRuntime, DirectStaging, MirrorStaging, StagingError, Ticket
 from settings.worker import KvSettings
@@ -94,11 +93,12 @@ class KvMemory(EngineMemory):
         """Create the memory for the model's device, staged as `kv.kv_staging` selects.
 
         `limits` of the engine's steps bound the slots of windowed groups. Raises StartupError if it selects `direct`
-        and that is impossible, or if the model's KV cannot be cut into blocks, and OSError.
+        and that is impossible, if the model's KV cannot be cut into blocks or `limits` has too few window slots, and
+        OSError.
         """
         try:
             windows = windows_of(spec_of(model.kv_groups, block_tokens), num_slots, limits)
-        except SpecError as error:
+        except ValueError as error:
             raise StartupError(str(error)) from error
         new = partial(cls, model, messenger, num_slots=num_slots, block_tokens=block_tokens, windows=windows)
         if model.device.type == "cpu":

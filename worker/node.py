@@ -98,7 +98,7 @@ class WorkerNode(EngineNode):
     @property
     def _limits(self) -> BatchLimits:
         engine = self.config.engine
-        return BatchLimits(engine.max_batch, engine.prefill_chunk_tokens, self.config.block_tokens)
+        return BatchLimits(engine.max_batch, engine.prefill_chunk_tokens, self.config.block_tokens, engine.window_slots)
 
     def _new_runner(self) -> SequenceRunner:
         assert isinstance(self.model, SteppedEngine)

@@ -246,12 +246,15 @@ def spec_of(groups: Sequence[KvGroupShape], block_tokens: int) -> KvSpec:
 
 
 def windows_of(spec: KvSpec, num_blocks: int, limits: BatchLimits | None = None) -> WindowSlots | None:
-    """Return the slots of the spec's windowed groups, one for every block without `limits`; None without any."""
+    """Return the slots of the spec's windowed groups, one for every block without `limits`; None without any.
+
+    Raises ValueError if `limits` has too few for one prompt.
+    """
     if not spec.windowed:
         return None
-    needed = num_blocks if limits is None else num_window_slots(limits, spec.window_blocks)
     window_blocks, lock = spec.window_blocks, threading.Lock()
-    return WindowSlots(num_blocks, min(num_blocks, needed), window_blocks=window_blocks, lock=lock)
+    num_slots = num_blocks if limits is None else num_window_slots(limits, window_blocks, num_blocks)
+    return WindowSlots(num_blocks, num_slots, window_blocks=window_blocks, lock=lock)
 
 
 class EngineMemory(SlotMemory):

@@ -12,6 +12,7 @@ import pytest
 from engine import Model, load_model
 from engine.random_model import RandomModelSpec, write_random_model
 from tests.worker.node_pair import BLOCK, Pair, Start
+from worker.errors import StartupError
 from worker.policy import WindowHold, slots_of_prompt
 from worker.slot_memory import spec_of
 
@@ -261,3 +262,27 @@ async def test_a_model_with_every_kind_of_small_kv_goes_on_where_it_ended_and_fi
     request = await pair.ask(dialogue, "damaged", max_tokens=20)
     assert request.token_ids == greedy(model, dialogue, 20)
     assert request.cached_tokens == 0
+
+
+async def test_requests_take_turns_with_the_window_slots_of_one_prompt(
+    start_pair: Start, windowed_path: Path, windowed: Model, prompt: Any, greedy: Any
+) -> None:
+    least = slots_of_prompt(WINDOW_BLOCKS, CHUNK // BLOCK)
+    pair = await start_pair(pool=True, path=windowed_path, window_slots=least, prefill_options={"window_slots": least})
+    for face in (pair.prefill, pair.decode):
+        assert face.node.memory.slots_per_group[1] == least
+    prompts = [prompt(150 + 10 * i, seed=i) for i in range(6)]
+    requests = [await pair.frontend.submit(pair.submit(ids, f"r{i}", max_tokens=30)) for i, ids in enumerate(prompts)]
+    for ids, request in zip(prompts, requests, strict=True):
+        await request.ended.wait()
+        assert request.failures == []
+        assert request.token_ids == greedy(windowed, ids, 30)
+    await pair.at_rest()
+
+
+async def test_a_worker_with_too_few_window_slots_for_one_prompt_does_not_start(
+    start_pair: Start, windowed_path: Path
+) -> None:
+    least = slots_of_prompt(WINDOW_BLOCKS, CHUNK // BLOCK)
+    with pytest.raises(StartupError, match=f"--window-slots must be at least {least}, .* got {least - 1}"):
+        await start_pair(path=windowed_path, prefill_options={"window_slots": least - 1})

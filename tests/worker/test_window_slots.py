@@ -219,4 +219,13 @@ def test_slots_taken_on_another_thread_are_not_shared() -> None:
 
 
 def test_a_worker_has_window_slots_for_a_full_batch_and_two_prompts() -> None:
-    assert num_window_slots(BatchLimits(64, 512, 16), 3) == 64 * 5 + 2 * (4 * 3 + 32 + 3)
+    assert num_window_slots(BatchLimits(64, 512, 16), 3, 1000) == 64 * 5 + 2 * (4 * 3 + 32 + 3)
+    assert num_window_slots(BatchLimits(64, 512, 16), 3, 100) == 100
+
+
+def test_a_worker_has_the_window_slots_of_its_setting_but_no_fewer_than_one_prompt_needs() -> None:
+    assert num_window_slots(BatchLimits(64, 512, 16, window_slots=50), 3, 1000) == 50
+    assert num_window_slots(BatchLimits(64, 512, 16, window_slots=50), 3, 40) == 40
+    assert num_window_slots(BatchLimits(64, 512, 16, window_slots=40), 3, 40) == 40
+    with pytest.raises(ValueError, match=r"--window-slots must be at least 47, which one prompt .*, got 46"):
+        num_window_slots(BatchLimits(64, 512, 16, window_slots=46), 3, 1000)

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from engine import EngineError, KvGroupShape
 from engine.config import ModelConfig, read_config
 from kvpool import Provenance
-from kvpool.errors import SpecError
 from messenger import Messenger
 from worker.engine_interface import OnLayer, SampledToken, SteppedEngine
 from worker.errors import ProfileError, RequestFailed, RequestRefused, StartupError, sequence_error
@@ -90,9 +89,10 @@ class PacedEngine(SteppedEngine):
     ) -> PacedMemory:
         try:
             spec = spec_of(self._groups, block_tokens)
-        except SpecError as error:
+            windows = windows_of(spec, num_slots, limits)
+        except ValueError as error:
             raise StartupError(str(error)) from error
-        return PacedMemory(spec, num_slots, messenger, windows_of(spec, num_slots, limits))
+        return PacedMemory(spec, num_slots, messenger, windows)
 
     def new_stored(self, memory: EngineMemory, messenger: Messenger) -> tuple[SlotMemory, Provenance]:
         return memory, Provenance.EXACT

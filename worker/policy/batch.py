@@ -20,6 +20,7 @@ class BatchLimits:
     max_batch: int
     chunk_tokens: int
     block_tokens: int
+    window_slots: int = 0  # blocks with KV in groups with windows, 0: enough for full batches (`num_window_slots`)
 
     def while_arriving(self) -> BatchLimits:
         """Return the bounds of a step whose prompt waits, layer by layer, for reused KV.

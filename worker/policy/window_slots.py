@@ -42,11 +42,22 @@ def slots_of_prompt(window_blocks: int, chunk_blocks: int) -> int:
     return 4 * window_blocks + chunk_blocks + 3
 
 
-def num_window_slots(limits: BatchLimits, window_blocks: int) -> int:
-    """Return how many window slots a worker needs for full batches and two prompts at a time."""
-    chunk_blocks = -(-limits.chunk_tokens // limits.block_tokens)
-    answers = limits.max_batch * slots_of_answer(window_blocks)
-    return answers + 2 * slots_of_prompt(window_blocks, chunk_blocks)
+def num_window_slots(limits: BatchLimits, window_blocks: int, num_blocks: int) -> int:
+    """Return how many window slots a worker of `num_blocks` blocks has: the number in `limits`, or as many as full
+    batches and two prompts at a time need, but at most one for each block.
+
+    Raises ValueError if one prompt may need more than the given number.
+    """
+    most_of_prompt = slots_of_prompt(window_blocks, -(-limits.chunk_tokens // limits.block_tokens))
+    if not limits.window_slots:
+        return min(num_blocks, limits.max_batch * slots_of_answer(window_blocks) + 2 * most_of_prompt)
+    least = min(num_blocks, most_of_prompt)
+    if limits.window_slots < least:
+        raise ValueError(
+            f"--window-slots must be at least {least}, which one prompt of this model may need (a window has "
+            f"{window_blocks} blocks), got {limits.window_slots}"
+        )
+    return min(num_blocks, limits.window_slots)
 
 
 class WindowSlots:
