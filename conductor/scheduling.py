@@ -88,8 +88,9 @@ class Scheduling:
         if problem:
             raise MalformedCall(problem)
         kv_namespace = peer.kv_namespace if peer is not None else b""
-        matches = self._pools.match(kv_namespace, keys, _windows_of(peer)) if peer is not None else None
-        own = self._workers.match(kv_namespace, keys) if peer is not None else None
+        windows = _windows_of(peer) if peer is not None else None
+        matches = self._pools.match(kv_namespace, keys, windows) if peer is not None else None
+        own = self._workers.match(kv_namespace, keys, windows) if peer is not None else None
         replicas = self._pools.replicas.within(kv_namespace, keys)
         siblings = self._siblings(peer.siblings, keys) if peer is not None else ()
         with tracing.begin(

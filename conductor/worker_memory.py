@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.directory.directory import Matches
+from conductor.directory.directory import Matches, WindowedBlocks
 from conductor.directory.feeds import WORKERS, DirectoryUpdater
 from moonpool_proto.v1 import conductor_pb2
 
@@ -33,12 +33,17 @@ class WorkerMemory:
         """Forget a worker that left, with its blocks."""
         self.updater.leave(node_id)
 
-    def match(self, kv_namespace: bytes, keys: NDArray[np.uint64]) -> Matches | None:
-        """Return the number of leading blocks of the chain (uint64 [n]) that each worker holds; None if none does."""
+    def match(
+        self, kv_namespace: bytes, keys: NDArray[np.uint64], windows: WindowedBlocks | None = None
+    ) -> Matches | None:
+        """Return the number of leading blocks of the chain (uint64 [n]) that each worker holds; None if none does.
+
+        With `windows`, as `Directory.match`.
+        """
         directory = self.updater.directory
         if not directory.num_followed or not len(keys):
             return None
-        found = directory.match(kv_namespace, keys)
+        found = directory.match(kv_namespace, keys, windows)
         return found if found.longest else None
 
     def state(self) -> dict[str, Any]:

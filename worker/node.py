@@ -79,7 +79,12 @@ class WorkerNode(EngineNode):
         self.kv_connector = KVConnector(self.stored, self.messenger, self.stored_parts, pool_settings, self.counters)
         self._siblings = self._new_siblings(pool_settings)
         self.parity = ParityChecker(self.memory, config.kv.kv_parity_sample)
-        self.own_blocks = OwnBlocks(self.namespace, self.incarnation)
+        lasting, windowed = self.stored_parts.lasting, self.stored_parts.windowed
+        self.own_blocks = OwnBlocks(
+            lasting.kv_namespace if lasting is not None else b"",
+            self.incarnation,
+            window_namespace=windowed.kv_namespace if windowed is not None else b"",
+        )
         self.engine = self._new_runner()
         self.slots = NodeSlots(
             config,
@@ -173,7 +178,7 @@ class WorkerNode(EngineNode):
             hardware=self.model.hardware,
             engine=self.model.label,
             siblings=[] if self._siblings is None else self._siblings.description(),
-            reports_blocks=windowed is None,  # its reports would not say how far its windows reach
+            reports_blocks=True,
         )
 
     async def close(self) -> None:

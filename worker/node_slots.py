@@ -208,12 +208,16 @@ class NodeSlots:
             windows=windows,
             on_indexed=own_blocks.add,
             on_forgotten=own_blocks.discard,
+            on_window_indexed=own_blocks.add_window,
+            on_window_forgotten=own_blocks.discard_window,
         )
         self.growing = GrowingAnswers(
             config.num_slots, config.block_tokens, allocate=self._allocate, extend=extend, waits=waits
         )
         self._queue = SlotQueue(wait_queue, self._acquire, self._undo)
         self._loop = asyncio.get_running_loop()
+        if windows is not None:
+            windows.watch(lambda: self._loop.call_soon_threadsafe(self.pool.settle_windows))
         self._broken = broken
         self._tasks: set[asyncio.Task[None]] = set()
 

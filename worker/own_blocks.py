@@ -28,27 +28,49 @@ _MAX_EVENT_BLOCKS: Final = 4096
 class OwnBlocks(OwnBlocksServicer):
     """The blocks of one worker's own memory, and the service that reports them."""
 
-    def __init__(self, kv_namespace: bytes, incarnation: int, *, heartbeat_s: float = HEARTBEAT_S) -> None:
-        self._namespace = kv_namespace
-        self._held = HeldBlocks()
+    def __init__(
+        self,
+        kv_namespace: bytes,
+        incarnation: int,
+        *,
+        window_namespace: bytes = b"",
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        """`kv_namespace` is that of the lasting KV groups, `window_namespace` of the windowed ones; empty: none."""
+        self._held = {namespace: HeldBlocks() for namespace in (kv_namespace, window_namespace) if namespace}
+        self._lasting, self._windowed = self._held.get(kv_namespace), self._held.get(window_namespace)
         self._log = EventLog(incarnation, _LOG_NBYTES)
         self._streams = EventStreams(self._log, self._snapshot, heartbeat_s)
         self._loop = asyncio.get_running_loop()
         self._collecting: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        """Return the number of blocks held."""
-        return len(self._held)
+        """Return the number of blocks held; those of both kinds of groups count twice."""
+        return sum(map(len, self._held.values()))
 
     def add(self, key: bytes) -> None:
         """Record that one more place in memory holds the block `key` (16 bytes), whole and verified."""
-        self._held.add(key)
-        self._collect()
+        if self._lasting is not None:
+            self._lasting.add(key)
+            self._collect()
 
     def discard(self, key: bytes) -> None:
         """Record that one place no longer holds the block."""
-        self._held.discard(key)
-        self._collect()
+        if self._lasting is not None:
+            self._lasting.discard(key)
+            self._collect()
+
+    def add_window(self, key: bytes) -> None:
+        """As `add`, in windowed groups."""
+        if self._windowed is not None:
+            self._windowed.add(key)
+            self._collect()
+
+    def discard_window(self, key: bytes) -> None:
+        """As `discard`, in windowed groups."""
+        if self._windowed is not None:
+            self._windowed.discard(key)
+            self._collect()
 
     def close(self) -> None:
         """End all event streams."""
@@ -72,11 +94,13 @@ class OwnBlocks(OwnBlocksServicer):
         self._streams.wake()
 
     def _append_changes(self) -> None:
-        changes = self._held.take_changes()
-        for keys, before, now in ((changes.removed, Tier.DRAM, None), (changes.stored, None, Tier.DRAM)):
-            for start in range(0, len(keys), _MAX_EVENT_BLOCKS):
-                self._log.append(self._namespace, b"".join(keys[start : start + _MAX_EVENT_BLOCKS]), before, now)
+        for namespace, held in self._held.items():
+            changes = held.take_changes()
+            for keys, before, now in ((changes.removed, Tier.DRAM, None), (changes.stored, None, Tier.DRAM)):
+                for start in range(0, len(keys), _MAX_EVENT_BLOCKS):
+                    self._log.append(namespace, b"".join(keys[start : start + _MAX_EVENT_BLOCKS]), before, now)
 
     def _snapshot(self) -> list[PoolEvents]:
         self._append_changes()  # a snapshot has the number of the last event
-        return self._log.snapshot({(self._namespace, Tier.DRAM): bytearray(b"".join(self._held.keys()))})
+        contents = {(namespace, Tier.DRAM): bytearray(b"".join(held.keys())) for namespace, held in self._held.items()}
+        return self._log.snapshot(contents)

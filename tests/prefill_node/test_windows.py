@@ -3,14 +3,17 @@ it can go on."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from conductor.directory import Directory, WindowedBlocks
 from engine import Model, load_model
 from engine.random_model import RandomModelSpec, write_random_model
+from kvpool import keys_from_bytes, keys_u64
 from tests.worker.node_pair import BLOCK, Pair, Start
 from worker.errors import StartupError
 from worker.policy import WindowHold, slots_of_prompt
@@ -286,3 +289,31 @@ async def test_a_worker_with_too_few_window_slots_for_one_prompt_does_not_start(
     least = slots_of_prompt(WINDOW_BLOCKS, CHUNK // BLOCK)
     with pytest.raises(StartupError, match=f"--window-slots must be at least {least}, .* got {least - 1}"):
         await start_pair(path=windowed_path, prefill_options={"window_slots": least - 1})
+
+
+async def test_a_worker_reports_what_it_can_reuse_of_its_own_memory(
+    start_pair: Start, windowed_path: Path, prompt: Any
+) -> None:
+    """Whatever prompt comes next, a directory of the reports finds what the worker's slots would share."""
+    pair = await start_pair(path=windowed_path, prefill_options={"max_batch": 1}, max_batch=1)
+    prompts = [prompt(40 + 37 * i, seed=i % 3) for i in range(8)]
+    found = list[int]()
+    for i, ids in enumerate(prompts):
+        await pair.ask(ids, f"request {i}", max_tokens=30)
+        await asyncio.sleep(0)  # what the engine's thread has reported
+        for node in (pair.prefill.node, pair.decode.node):
+            directory, parts, slots = Directory(), node.stored_parts, node.slots.pool
+            assert parts.windowed is not None
+            assert slots.windows is not None
+            for events in node.own_blocks._snapshot():
+                directory.apply("node", events)
+            windows = WindowedBlocks(parts.windowed.kv_namespace, parts.window_blocks)
+            for each in prompts:
+                chain = pair.submit(each, "keys").chain
+                keys = [chain[at : at + 16] for at in range(0, len(chain), 16)]
+                match = directory.match(node.namespace, keys_u64(keys_from_bytes(chain)), windows)
+                usable = slots.windows.usable(slots.match(keys))
+                assert (match["node"].blocks if match else 0) == usable
+                found.append(usable)
+    assert 0 in found
+    assert max(found) > 20

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from conductor.directory import Directory, WindowedBlocks
 from engine import Model, load_model
 from engine.random_model import RandomModelSpec, write_random_model
 from engine.rolling import RollingWindow
+from kvpool import keys_from_bytes, keys_u64
 from kvpool.service import PoolService
 from moonpool_proto.v1.worker_pb2 import RollingWindow as RollingMessage
 from tests.worker.node_pair import BLOCK, Pair, Start
@@ -243,3 +246,29 @@ async def test_endless_answers_are_those_of_brute_force(
         assert request.failures == []
         assert request.token_ids == out[length:]
         await pair.at_rest()
+
+
+async def test_a_worker_reports_what_it_can_reuse_of_its_own_memory(start_pair: Start, path: Path, prompt: Any) -> None:
+    """Whatever prompt comes next, a directory of the reports finds what the worker's slots would share."""
+    pair = await start_pair(path=path, prefill_options={"max_batch": 1}, max_batch=1)
+    prompts = [prompt(40 + 37 * i, seed=i % 3) for i in range(8)]
+    found = list[int]()
+    for i, ids in enumerate(prompts):
+        await pair.ask(ids, f"request {i}", max_tokens=30)
+        await asyncio.sleep(0)  # what the engine's thread has reported
+        for node in (pair.prefill.node, pair.decode.node):
+            directory, parts, slots = Directory(), node.stored_parts, node.slots.pool
+            assert parts.windowed is not None
+            assert slots.windows is not None
+            for events in node.own_blocks._snapshot():
+                directory.apply("node", events)
+            windows = WindowedBlocks(parts.windowed.kv_namespace, parts.window_blocks)
+            for each in prompts:
+                chain = pair.submit(each, "keys").chain
+                keys = [chain[at : at + 16] for at in range(0, len(chain), 16)]
+                match = directory.match(node.namespace, keys_u64(keys_from_bytes(chain)), windows)
+                usable = slots.windows.usable(slots.match(keys))
+                assert (match["node"].blocks if match else 0) == usable
+                found.append(usable)
+    assert 0 in found
+    assert max(found) > 20

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from conductor.directory import WORKERS, Directory, DirectoryState, follow_events
+from conductor.directory import WORKERS, Directory, DirectoryState, WindowedBlocks, follow_events
 from kvpool import keys_from_bytes, keys_u64
 from kvpool.events import PoolEvents
 from moonpool_proto.v1.pool_pb2_grpc import add_OwnBlocksServicer_to_server
@@ -115,6 +115,34 @@ async def test_two_directories_follow_random_changes(tmp_path: Path, follow: Fol
         await second.until_it_has(held, 40)
     assert first.directory.snapshots.total() == second.directory.snapshots.total() == 1
     assert not first.directory.resyncs
+    assert not first.directory.mismatches
+
+
+@pytest.mark.parametrize("lasting", [NS, b""], ids=["beside others", "alone"])
+async def test_windowed_blocks_are_reported_in_their_namespace(tmp_path: Path, follow: Follow, lasting: bytes) -> None:
+    windows = b"w" * 16 if lasting else NS
+    target, blocks = f"unix:{tmp_path}/w", OwnBlocks(lasting, 1, window_namespace=windows)
+    async with served(blocks, target):
+        first = follow(target)
+
+        def reusable() -> int:
+            found = first.directory.match(
+                NS, keys_u64(keys_from_bytes(b"".join(map(key, range(9))))), WindowedBlocks(windows, 2)
+            )
+            return found["w"].blocks if found else 0
+
+        for i in range(8):
+            blocks.add(key(i))
+        for i in (2, 3, 5, 6):
+            blocks.add_window(key(i))
+        await first.until(lambda: reusable() == 7)
+        second = follow(target)
+        await second.until(lambda: second.directory.state("w") is DirectoryState.EXACT)
+        assert second.directory.num_blocks("w") == first.directory.num_blocks("w") == len(blocks)
+        blocks.discard_window(key(5))
+        await first.until(lambda: reusable() == 4)
+        blocks.discard_window(key(3))
+        await first.until(lambda: reusable() == 0)
     assert not first.directory.mismatches
 
 

@@ -41,9 +41,23 @@ class WindowMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.windows = WindowSlots(NUM_SLOTS, NUM_WINDOW_SLOTS, window_blocks=WINDOW)
-        self.pool = SlotPool(NUM_SLOTS, windows=self.windows)
+        self.indexed, self.announced = set[bytes](), set[bytes]()
+        self.pool = SlotPool(
+            NUM_SLOTS,
+            windows=self.windows,
+            on_indexed=self.indexed.add,
+            on_forgotten=self.indexed.remove,
+            on_window_indexed=self.announced.add,
+            on_window_forgotten=self.announced.remove,
+        )
+        self.has_lost = False
+        self.windows.watch(self._lose)
         self.content: dict[int, bytes] = {}  # of window slots
         self.requests: list[Request] = []
+
+    def _lose(self) -> None:
+        assert not self.has_lost  # it is called once until the blocks are taken
+        self.has_lost = True
 
     def _of(self, data: st.DataObject) -> Request:
         return self.requests[data.draw(st.integers(0, len(self.requests) - 1))]
@@ -113,6 +127,15 @@ class WindowMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_agree(self) -> None:
         assert self.pool.validate() == []
+
+    @invariant()
+    def the_announced_blocks_are_those_with_the_right_content(self) -> None:
+        if self.has_lost:
+            self.has_lost = False
+            self.pool.settle_windows()
+        slots = {key: int(self.windows.slot_of[block]) for key in self.indexed for block in self.pool.match([key])}
+        assert self.announced == {key for key, slot in slots.items() if slot >= 0}
+        assert all(self.content[slot] == key for key, slot in slots.items() if slot >= 0)
 
 
 TestWindows = WindowMachine.TestCase

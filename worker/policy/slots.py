@@ -40,12 +40,21 @@ class SlotPool:
         windows: WindowSlots | None = None,
         on_indexed: IndexChange = lambda key: None,
         on_forgotten: IndexChange = lambda key: None,
+        on_window_indexed: IndexChange = lambda key: None,
+        on_window_forgotten: IndexChange = lambda key: None,
     ) -> None:
-        """`on_indexed(key)` and `on_forgotten(key)` are called when a block enters the index and when it leaves it."""
+        """`on_indexed(key)` and `on_forgotten(key)` are called when a block enters the index and when it leaves it.
+
+        `on_window_indexed(key)` and `on_window_forgotten(key)` are called when an indexed block has a slot in groups
+        with windows, too, and when it has no more; the latter after `settle_windows`.
+        """
         self.num_slots = num_slots
         self.windows = windows
         self._on_indexed = on_indexed
         self._on_forgotten = on_forgotten
+        self._on_window_indexed = on_window_indexed
+        self._on_window_forgotten = on_window_forgotten
+        self._windowed: set[int] = set()  # indexed slots whose windows were announced
         self._free: deque[int] = deque(range(num_slots))
         self._count = [0] * num_slots
         self._key: list[bytes | None] = [None] * num_slots
@@ -160,6 +169,17 @@ class SlotPool:
             self._index[key] = slot
             self._key[slot] = key
             self._on_indexed(key)
+        indexed = self._key[slot]
+        if self.windows is None or indexed is None or slot in self._windowed or self.windows.slot_of[slot] < 0:
+            return
+        # The engine's thread may take the window's slot now. `settle_windows` runs after this, on the same thread.
+        self._windowed.add(slot)
+        self._on_window_indexed(indexed)
+
+    def settle_windows(self) -> None:
+        """Announce the indexed blocks that have lost their slots in groups with windows (`WindowSlots.watch`)."""
+        for slot in self.windows.take_lost() if self.windows is not None else ():
+            self._forget_window(slot)
 
     def forget(self, key: bytes) -> None:
         """Remove this block from the index; present holders keep its slot."""
@@ -228,6 +248,13 @@ class SlotPool:
     def _forget(self, slot: int) -> None:
         key = self._key[slot]
         if key is not None:
+            self._forget_window(slot)
             del self._index[key]
             self._key[slot] = None
             self._on_forgotten(key)
+
+    def _forget_window(self, slot: int) -> None:
+        key = self._key[slot]
+        if key is not None and slot in self._windowed:
+            self._windowed.remove(slot)
+            self._on_window_forgotten(key)

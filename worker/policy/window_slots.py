@@ -14,7 +14,7 @@ that the reader holds.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -83,11 +83,23 @@ class WindowSlots:
         self._cached: OrderedDict[int, None] = OrderedDict()  # all others
         self._reserved = 0
         self._lock = lock or nullcontext()
+        self._on_lost: Callable[[], None] | None = None
+        self._lost: list[int] = []  # cached blocks that lost their slot since the last `take_lost`; only if watched
 
     @property
     def num_reserved(self) -> int:
         """Number of slots that requests have reserved."""
         return self._reserved
+
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Call `on_lost`, on any thread and with the lock held, when `take_lost` has something to return."""
+        self._on_lost = on_lost
+
+    def take_lost(self) -> list[int]:
+        """Return the blocks that lost their slots to others since the last call and have none now."""
+        with self._lock:
+            lost, self._lost = self._lost, []
+            return [block for block in lost if self.slot_of[block] < 0]
 
     def first_seen(self, block: int) -> int:
         """Return the first block that the first token of `block` may see."""
@@ -195,6 +207,10 @@ class WindowSlots:
         block, _ = (self._behind or self._cached).popitem(last=False)
         slot = int(self.slot_of[block])
         self.slot_of[block] = -1
+        if self._on_lost is not None:
+            self._lost.append(block)
+            if len(self._lost) == 1:
+                self._on_lost()
         return slot
 
 

@@ -14,6 +14,7 @@ from rpc.control import start_server
 from worker.own_blocks import OwnBlocks
 
 NAMESPACE = bytes(range(16))
+WINDOWS = bytes(range(16, 32))
 CHAIN = np.random.default_rng(2).integers(0, 256, (10, 16), dtype=np.uint8)
 
 
@@ -22,8 +23,8 @@ async def worker(tmp_path):
     """Factory of prefill nodes that report the blocks which their `blocks` are given."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(client, node_id, incarnation=1, *, reports=True):
-            blocks = OwnBlocks(NAMESPACE, incarnation)
+        async def start(client, node_id, incarnation=1, *, reports=True, windows=False):
+            blocks = OwnBlocks(NAMESPACE, incarnation, window_namespace=WINDOWS if windows else b"")
             server = await start_server(
                 f"unix:{tmp_path}/{node_id}", lambda s: add_OwnBlocksServicer_to_server(blocks, s)
             )
@@ -32,6 +33,8 @@ async def worker(tmp_path):
             reporting = client.worker(node_id, common_pb2.ROLE_PREFILL, incarnation=incarnation, pool="")
             reporting.node.target = server.target
             reporting.node.reports_blocks = reports
+            if windows:
+                reporting.node.window_namespace, reporting.node.window_blocks = WINDOWS, 3
             await reporting.join()
 
             async def stop():
@@ -120,6 +123,26 @@ async def test_every_conductor_learns_the_blocks_and_one_that_starts_later_too(c
     await again.join()
     await known(second, "prefill-1", 5)
     assert await place(second, "r") == ("prefill-1", 5, 0)
+
+
+async def test_a_prefix_counts_as_far_as_the_worker_has_its_window(conductor, worker):
+    _, client = await conductor()
+    decode = client.worker("decode-0", common_pb2.ROLE_DECODE)
+    decode.node.window_namespace, decode.node.window_blocks = WINDOWS, 3
+    await decode.join()
+    await worker(client, "prefill-0", windows=True)
+    holder = await worker(client, "prefill-1", windows=True)
+    hold(holder.blocks, 8)
+    for key in CHAIN[4:8]:
+        holder.blocks.add_window(key.tobytes())
+    await known(client, "prefill-1", 12)
+    assert await place(client, "held") == ("prefill-1", 8, 0)
+    holder.blocks.discard_window(CHAIN[7].tobytes())
+    await known(client, "prefill-1", 11)
+    assert await place(client, "shorter") == ("prefill-1", 7, 0)
+    holder.blocks.discard_window(CHAIN[5].tobytes())
+    await known(client, "prefill-1", 10)
+    assert await place(client, "lost") == ("prefill-0", 0, 0)
 
 
 async def test_a_worker_of_a_version_that_reports_no_blocks_works_as_before(conductor, worker):
