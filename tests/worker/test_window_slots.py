@@ -183,6 +183,25 @@ def test_a_prefix_is_shared_up_to_a_block_before_which_the_window_is_complete() 
     assert pool.validate() == []
 
 
+def test_indexed_blocks_that_lose_their_slots_are_announced_once_they_are_settled() -> None:
+    windows, announced, calls = WindowSlots(64, 8, window_blocks=2), set[bytes](), list[None]()
+    windows.watch(lambda: calls.append(None))
+    pool = SlotPool(64, windows=windows, on_window_indexed=announced.add, on_window_forgotten=announced.remove)
+    for name in "abc":
+        ended(pool, computed(pool, keys_of(name, 10), window_slots=4))
+        assert calls
+        pool.settle_windows()
+        calls.clear()
+        held = {
+            key for n in "abc" for key in keys_of(n, 10) for slot in pool.match([key]) if windows.slot_of[slot] >= 0
+        }
+        assert announced == held
+        assert len(held) == 8
+        assert set(keys_of(name, 10)[-2:]) <= held
+    pool.forget(b"c9")
+    assert b"c9" not in announced
+
+
 def test_slots_left_behind_are_taken_before_ends_of_sequences() -> None:
     windows = WindowSlots(64, 8, window_blocks=2)
     pool = SlotPool(64, windows=windows)

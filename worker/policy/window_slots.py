@@ -83,7 +83,7 @@ class WindowSlots:
         self._cached: OrderedDict[int, None] = OrderedDict()  # all others
         self._reserved = 0
         self._lock = lock or nullcontext()
-        self._on_lost: Callable[[], None] | None = None
+        self._on_lost: Callable[[], object] | None = None
         self._lost: list[int] = []  # cached blocks that lost their slot since the last `take_lost`; only if watched
 
     @property
@@ -91,7 +91,7 @@ class WindowSlots:
         """Number of slots that requests have reserved."""
         return self._reserved
 
-    def watch(self, on_lost: Callable[[], None]) -> None:
+    def watch(self, on_lost: Callable[[], object]) -> None:
         """Call `on_lost`, on any thread and with the lock held, when `take_lost` has something to return."""
         self._on_lost = on_lost
 
