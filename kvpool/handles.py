@@ -102,8 +102,13 @@ class Lease:
     def from_pin_reply(cls, reply: pool_pb2.PinReply, chain: NDArray[np.uint8]) -> "Lease":
         """Decode the lease that a reply granted for the requested `chain` [n, 16].
 
-        Raises SpecError and InvalidArgument as `from_pull_range`.
+        Raises SpecError, also for blocks that were not requested, and InvalidArgument as `from_pull_range`.
         """
+        end = reply.first_block + len(reply.blocks)
+        if end > len(chain):
+            raise SpecError(
+                f"a pool node leased blocks {reply.first_block} to {end - 1} of {len(chain)} requested ones"
+            )
         spec = KvSpec.from_proto(reply.spec)
         num_layers = [spec.num_layers(g) for g in range(spec.num_groups)]
         offsets, digests = from_pull_blocks(list(reply.blocks), num_layers)
@@ -118,7 +123,7 @@ class Lease:
             Endpoint.from_proto(reply.endpoint),
             offsets,
             digests,
-            chain[reply.first_block : reply.first_block + len(reply.blocks)],
+            chain[reply.first_block : end],
             spec,
             reply.ssd_blocks,
             tails,

@@ -178,9 +178,9 @@ def _namespace_users(reply: conductor_pb2.ClusterReply) -> dict[str, str]:
     """Return the model of each KV namespace that a worker uses; layers with windows have one of their own."""
     found = dict[str, str]()
     for node in (item.node for item in reply.nodes if item.node.kv_namespace):
-        found[node.kv_namespace.hex()] = node.model
         if node.window_namespace:
             found[node.window_namespace.hex()] = f"{node.model}, layers with windows"
+        found[node.kv_namespace.hex()] = node.model  # the same, if all layers have windows
     return found
 
 

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from kvpool import KvGroup, KvSpec, PoolClient, parent_keys
+from kvpool import KvGroup, KvSpec, Lease, PoolClient, parent_keys
+from kvpool.errors import SpecError
 from kvpool.policy.records import SlotStatus
 from moonpool_proto.v1 import pool_pb2, pool_pb2_grpc, worker_pb2
 from rpc.control import start_server
@@ -36,3 +38,16 @@ async def test_a_block_of_which_something_unknown_is_said_is_not_written(tmp_pat
     finally:
         await client.close()
         await server.stop(0)
+
+
+def test_a_lease_of_blocks_that_were_not_requested_is_refused() -> None:
+    block = worker_pb2.PullBlock(offsets=[0], digests=[bytes(16)])
+    reply = pool_pb2.PinReply(
+        lease_id="lease",
+        blocks=[block],
+        spec=SPEC.to_proto(),
+        first_block=2,
+        key=worker_pb2.RemoteKey(packed=bytes(16)),
+    )
+    with pytest.raises(SpecError, match="leased blocks 2 to 2 of 2 requested ones"):
+        Lease.from_pin_reply(reply, np.zeros((2, 16), np.uint8))

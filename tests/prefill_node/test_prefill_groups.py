@@ -114,12 +114,15 @@ async def test_sampled_tokens_are_those_of_a_node_alone(start_pair: Start, promp
     assert counter(pair.prefill, "prefill_groups") == 3
 
 
+@pytest.mark.parametrize("full_layers", [0, 1])
 async def test_layers_with_windows_are_shared_too(
-    start_pair: Start, tmp_path: Path, prompt: Prompt, greedy: Greedy
+    start_pair: Start, tmp_path: Path, prompt: Prompt, greedy: Greedy, full_layers: int
 ) -> None:
     path = write_random_model(
         tmp_path / "windowed",
-        RandomModelSpec(family="qwen2", layers=3, window=24, full_layers=1, vocab=256, max_len=512, scale=3.0),
+        RandomModelSpec(
+            family="qwen2", layers=3, window=24, full_layers=full_layers, vocab=256, max_len=512, scale=3.0
+        ),
     )
     pair = await start_pair(helpers=2, path=path)
     request = await answer(pair, prompt(200))

@@ -219,14 +219,31 @@ async def test_a_pool_node_of_an_earlier_version_leases_no_window(
 
     monkeypatch.setattr(PoolService, "Pin", earlier)
     pair = await start_pair(pool=True, path=path)
-    for length, reused in ((20, 16), (100, 0)):
-        first = await pair.ask(prompt(length), f"first {length}", max_tokens=1)
-        assert first.cached_tokens == (0 if length == 20 else 16)
+    cached = list[int]()
+    for i, ids in enumerate([prompt(24), [*prompt(24), 1], prompt(48), [*prompt(48), 1]]):
+        request = await pair.ask(ids, f"request {i}")
+        assert request.token_ids == greedy(mistral, ids, 12)
+        cached.append(request.cached_tokens)
         pair.forget()
-        request = await pair.ask([*prompt(length), 7], f"again {length}")
-        assert request.token_ids == greedy(mistral, [*prompt(length), 7], 12)
-        assert request.cached_tokens in (reused, 20 if length == 20 else 16)
-        pair.forget()
+    # Of the last prompt, the pool node has six blocks and leases them all.
+    assert cached == [0, 24, 24, 0]
+
+
+async def test_a_turn_waits_for_its_window_and_its_partial_block_on_ssd(
+    start_pair: Start, path: Path, mistral: Model, prompt: Any, greedy: Any, tmp_path: Path
+) -> None:
+    pair = await start_pair(pool={"pool_ssd_dir": tmp_path, "pool_ssd_bytes": 64 << 20}, path=path)
+    assert pair.pool is not None
+    first = await pair.ask(prompt(60), "first")
+    turn = [*prompt(60), *first.token_ids, *prompt(5, seed=1)]
+    pair.forget()
+    _, left = await pair.pool.flush(None, dram_only=True)
+    assert left == 0
+    second = await pair.ask(turn, "second")
+    assert second.token_ids == greedy(mistral, turn, 12)
+    timing = second.messages[0].timing
+    assert (timing.cached_tokens, timing.cached_ssd_tokens) == (71, WINDOW_BLOCKS * BLOCK)
+    assert timing.cached_dram_tokens + timing.cached_ssd_tokens == 71
 
 
 @pytest.mark.parametrize("length", [10, 64, 65, 200])

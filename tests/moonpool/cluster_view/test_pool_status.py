@@ -86,10 +86,14 @@ def test_namespaces_are_told_with_the_models_whose_workers_use_them(
     reply.nodes[0].node.MergeFrom(
         conductor_pb2.Node(model="small", kv_namespace=b"\xab", window_namespace=b"\xac", window_blocks=3)
     )
+    reply.nodes.add(
+        node=conductor_pb2.Node(model="smaller", kv_namespace=b"\xae", window_namespace=b"\xae", window_blocks=3)
+    )
     (item,) = (item for item in reply.nodes if is_pool(item))
-    state["namespaces"] = {name: {"blocks": blocks, "spec": {}} for name, blocks in (("ab", 5), ("ac", 2), ("ad", 1))}
+    stored = ("ab", 5), ("ac", 2), ("ad", 1), ("ae", 3)
+    state["namespaces"] = {name: {"blocks": blocks, "spec": {}} for name, blocks in stored}
     node = node_status(item, reply, state)
-    assert node.namespace_users == {"ab": "small", "ac": "small, layers with windows", "ad": ""}
+    assert node.namespace_users == {"ab": "small", "ac": "small, layers with windows", "ad": "", "ae": "smaller"}
     screen = io.StringIO()
     Console(file=screen, width=120).print(status_table(pool_status(reply, [node])))
     told = screen.getvalue()
