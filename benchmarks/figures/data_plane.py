@@ -114,8 +114,8 @@ decode steps run in exactly this memory; the baseline of each row has the same d
 
 {table(header, rows)}
 
-A window of 1,024 takes 66 blocks of 16 tokens: those that the next token sees, and a new one. Mistral's window is the same in all layers, so all blocks
-are kept.
+A window of 1,024 takes 66 blocks of 16 tokens: those that the next token sees, and a new one. Mistral's window is the same in all layers, so
+half of the blocks are kept at this length.
 
 Live ({source("python -m benchmarks.small_kv_live", live_file)}): the bundled model and its sibling with small KV, both trained, with two prefill, two decode
 and two pool nodes of {live["pool_bytes"] / 2e6:,.1f} MB each. *Held*: of histories of {live["history_tokens"]:,} tokens that were stored two at a time, so that they go to both hosts,
