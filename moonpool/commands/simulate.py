@@ -120,6 +120,16 @@ def overload(
             help="Share of admitted requests that should meet each objective, by learned margins; 0: no margins."
         ),
     ] = 0.95,
+    endless_window: Annotated[
+        int, typer.Option(min=0, help="Tokens that every request sees, sinks and rolling window; 0: it sees all.")
+    ] = 0,
+    reuse_profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Reuse profile of a sibling model that has computed prompts before."),
+    ] = None,
+    sibling_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the conversations whose prompts the sibling has computed.")
+    ] = 0.0,
     processes: Processes = 0,
     json_file: Annotated[
         Path | None,
@@ -156,6 +166,9 @@ def overload(
                 ssd_blocks=ssd_blocks,
                 look_into=look_into,
                 attained_share=attained_share,
+                window_tokens=endless_window,
+                reuse_profile=reuse_profile,
+                sibling_share=sibling_share,
             )
         )
         console = Console(stderr=True)

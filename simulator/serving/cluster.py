@@ -55,6 +55,7 @@ class SimulatedCluster:
         self.num_open = len(workload.jobs)
         self.copied_bytes = 0  # of prefixes, by decisions to copy
         self._workload = workload
+        self._seed = seed
         self._network_ns = round(settings.network_s * NS)
         self._handoff_ns = round(settings.handoff_s * NS)
         num_hosts = settings.hosts or settings.prefill_nodes
@@ -245,7 +246,7 @@ class SimulatedCluster:
         self._schedule(work, self._arrived(job))
 
     def _arrived(self, job: Arrival) -> RequestArrived:
-        blocks = job.blocks
+        blocks, siblings = job.blocks, self.settings.siblings
         matches = self.pools.match(blocks)
         longest = int(matches.blocks.max(initial=0))
         return RequestArrived(
@@ -260,6 +261,8 @@ class SimulatedCluster:
             tenant=job.tenant,
             priority=job.priority,
             previous_tokens=0 if self.settings.lengths == "prompt" else job.previous_tokens,
+            window_tokens=self.settings.window_tokens,
+            siblings=() if siblings is None else siblings.match(job, self.pools.roster, self._seed),
         )
 
     def _schedule(self, work: SimulatedRequest, event: RequestArrived) -> None:
@@ -284,7 +287,7 @@ class SimulatedCluster:
 
     def _place(self, work: SimulatedRequest, place: Place) -> None:
         work.prefill_node, work.decode_node, work.holders = place.prefill, place.decode, place.holders
-        work.helpers = place.helpers
+        work.helpers, work.sibling = place.helpers, place.sibling
         work.reused_tokens = place.reuse_blocks * self._workload.block_tokens
         work.predicted_ttft_s, work.predicted_tbt_s = place.predicted_ttft_s, place.predicted_tbt_s
         work.asks_again = place.asks_again
@@ -320,7 +323,8 @@ class SimulatedCluster:
         first = 0 if work.keeps_fetched else work.reused_tokens // self._workload.block_tokens
         if job.retain is not None:
             self.pools.retain(pool.pool_id, self.clock.now_ns, job.blocks, job.retain)
-        self.pools.store(pool.pool_id, self.clock.now_ns, job.blocks, first)
+        blocks = self.settings.stored_blocks(job.blocks, self._workload.block_tokens)
+        self.pools.store(pool.pool_id, self.clock.now_ns, blocks, first)
 
     def _prefilled(self, work: SimulatedRequest) -> None:
         for name in work.named_helpers:

@@ -120,7 +120,8 @@ class SimulatedDecodeNode:
         while self._waiting:
             now_s = self._clock.now_ns / NS
             work, ready = first = min(self._waiting, key=lambda waiter: self._wait_queue.rank(waiter[0].key, now_s))
-            need = peak_tokens(work.job.prompt_tokens, self._settings.max_tokens_of(work.job), self._block_tokens)
+            most = self._settings.max_tokens_of(work.job)
+            need = self._settings.held_tokens(peak_tokens(work.job.prompt_tokens, most, self._block_tokens))
             if need > self.free_tokens:
                 return
             self._waiting.remove(first)
@@ -135,7 +136,7 @@ class SimulatedDecodeNode:
         now_ns = self._clock.now_ns
         for work in self._joining:
             work.last_token_ns = work.first_token_ns
-            self._context_tokens += work.job.prompt_tokens + work.generated
+            self._context_tokens += self._context_of(work)
         self._running += self._joining
         self._joining = []
         self._run += 1
@@ -152,7 +153,10 @@ class SimulatedDecodeNode:
         takes_turns = batch < len(self._running)
         context = self._context_tokens * batch // max(1, len(self._running))
         self._steps = 1 if takes_turns else min(plan.valid_steps, _MOST_STEPS)
-        seconds = self._truth.step_s(self.node_id, batch, context + batch * (self._steps - 1) // 2) if batch else 0.0
+        mean_context = context + batch * (self._steps - 1) // 2
+        if self._settings.window_tokens:
+            mean_context = min(mean_context, batch * self._settings.window_tokens)
+        seconds = self._truth.step_s(self.node_id, batch, mean_context) if batch else 0.0
         if not plan.prefill:
             self.reporter.decode(DecodeSample(batch, context, seconds))
         chunks_s = sum(
@@ -185,7 +189,6 @@ class SimulatedDecodeNode:
         plan = self._plan
         steps, now_ns = self._steps, self._clock.now_ns
         stepped = self._running[: len(plan.decode)]
-        self._context_tokens += steps * len(stepped)
         left: list[SimulatedRequest] = []
         for work in stepped:
             # The first interval may be longer than a step: the request has just joined, or was not in the batch.
@@ -194,7 +197,9 @@ class SimulatedDecodeNode:
             if steps > 1:
                 work.intervals.append((self._step_ns, steps - 1))
             work.last_token_ns = now_ns
+            before = self._context_of(work)
             work.generated += steps
+            self._context_tokens += self._context_of(work) - before
             if work.generated >= work.job.output_tokens:
                 left.append(work)
         # As in the live engine, sequences take turns if there are more than batch rows.
@@ -203,7 +208,7 @@ class SimulatedDecodeNode:
         if left:
             self._running = [work for work in self._running if work.generated < work.job.output_tokens]
         for work in left:
-            self._context_tokens -= work.job.prompt_tokens + work.generated
+            self._context_tokens -= self._context_of(work)
             self.release(work)
             self._over(work)
         self._next_run()
@@ -224,8 +229,11 @@ class SimulatedDecodeNode:
             self.reporter.progress(work.job.name, "prefill_ended")
             self._prefilled(work)
             self._running.append(work)
-            self._context_tokens += work.job.prompt_tokens + 1
+            self._context_tokens += self._context_of(work)
         return [work for work in done if work.generated >= work.job.output_tokens]
+
+    def _context_of(self, work: SimulatedRequest) -> int:
+        return self._settings.held_tokens(work.job.prompt_tokens + work.generated)
 
     def _held(self) -> tuple[Held, ...]:
         return tuple(self._held_one(work) for work in self._holding.values())
@@ -239,6 +247,6 @@ class SimulatedDecodeNode:
             job.name,
             0,
             work.committed_tokens,
-            prompt_tokens=job.prompt_tokens,
+            prompt_tokens=self._settings.held_tokens(job.prompt_tokens),
             max_new_tokens=self._settings.max_tokens_of(job),
         )

@@ -98,6 +98,8 @@ class ServingOutcome:
     wasted_withheld: int
     wasted_missed: int
     reused_share: float
+    sibling_share: float  # of the served prompts' tokens: another model computed their KV
+    quality_loss: float  # mean over the served; 0 for those that reuse no sibling's KV
     undivided_share: float  # of the served: with colocated prefill
     grouped_share: float  # of the served: computed by a prefill group
     ttft_mean_s: float
@@ -133,6 +135,10 @@ def is_good(work: SimulatedRequest, settings: ServingSettings) -> bool:
     )
 
 
+def _quality_loss(work: SimulatedRequest) -> float:
+    return work.sibling.quality_loss if work.sibling is not None and work.sibling_tokens else 0.0
+
+
 def outcome_of(
     works: Sequence[SimulatedRequest], settings: ServingSettings, swing: LoadSwing, *, from_s: float, until_s: float
 ) -> ServingOutcome:
@@ -161,6 +167,8 @@ def outcome_of(
         wasted_withheld=sum(work.computed_tokens for work in withheld),
         wasted_missed=sum(work.computed_tokens for work in served) - sum(work.computed_tokens for work in good),
         reused_share=sum(work.reused_tokens for work in served) / prompts if prompts else 0.0,
+        sibling_share=sum(work.sibling_tokens for work in served) / prompts if prompts else 0.0,
+        quality_loss=float(np.mean([_quality_loss(work) for work in served] or [0.0])),
         undivided_share=sum(not work.decode_node for work in served) / len(served) if served else 0.0,
         grouped_share=sum(bool(work.helpers) for work in served) / len(served) if served else 0.0,
         ttft_mean_s=float(ttft.mean()),

@@ -43,6 +43,8 @@ class ModeSummary:
     ttft_mean_s: Estimate
     ttft_p90_s: Estimate
     tbt_p90_s: Estimate
+    sibling_share: Estimate  # of the served prompts' tokens
+    quality_loss: Estimate  # mean over the served
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,4 +161,6 @@ def _summary(mode: AdmissionMode, runs: Sequence[ServingRun], reference: Sequenc
         ttft_mean_s=mean(lambda one: one.ttft_mean_s),
         ttft_p90_s=mean(lambda one: one.ttft_p90_s),
         tbt_p90_s=mean(lambda one: one.tbt_p90_s),
+        sibling_share=mean(lambda one: one.sibling_share),
+        quality_loss=mean(lambda one: one.quality_loss),
     )

@@ -58,6 +58,14 @@ _ROWS: tuple[tuple[str, Cell], ...] = (
     ("TTFT of the served, P90, s", lambda row: _number(row.ttft_p90_s, 1)),
     ("TBT of the served, P90, ms", lambda row: _number(_scaled(row.tbt_p90_s, 1000), 1)),
 )
+_SIBLING_ROWS: tuple[tuple[str, Cell], ...] = (
+    ("prompt tokens with a sibling's KV, of the served", lambda row: _share(row.sibling_share)),
+    ("quality loss of the served, mean", lambda row: _share(row.quality_loss)),
+)
+
+
+def _rows(found: Overload) -> tuple[tuple[str, Cell], ...]:
+    return _ROWS if found.spec.settings.siblings is None else (*_ROWS, *_SIBLING_ROWS)
 
 
 def _scaled(estimate: Estimate, factor: float) -> Estimate:
@@ -72,7 +80,7 @@ def overload_table(found: Overload) -> Table:
     table.add_column("")
     for row in found.summaries:
         table.add_column(row.mode, justify="right")
-    for name, cell in _ROWS:
+    for name, cell in _rows(found):
         table.add_row(name, *(cell(row) for row in found.summaries))
     return table
 
@@ -81,7 +89,7 @@ def markdown_table(found: Overload) -> str:
     """Return the comparison as a Markdown table."""
     lines = ["| | " + " | ".join(f"`{row.mode}`" for row in found.summaries) + " |"]
     lines.append("|---|" + "---:|" * len(found.summaries))
-    lines += [f"| {name} | " + " | ".join(cell(row) for row in found.summaries) + " |" for name, cell in _ROWS]
+    lines += [f"| {name} | " + " | ".join(cell(row) for row in found.summaries) + " |" for name, cell in _rows(found)]
     return "\n".join(lines)
 
 

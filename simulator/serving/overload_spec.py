@@ -8,8 +8,10 @@ from settings.keys import InvalidSetting
 from simulator.errors import BadSetting
 from simulator.serving.runs import RunSpec
 from simulator.serving.settings import ServingSettings
+from simulator.serving.siblings import SiblingReuse
 from traces import load_trace
 from worker.policy.cost_profile import CostProfile, load_profile
+from worker.policy.reuse_profile import load_reuse_profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,9 @@ class OverloadScenario:
     ssd_blocks: int  # capacity of its SSD
     look_into: float  # fraction of rejections that are evaluated by admitting the request in a forked run
     attained_share: float
+    window_tokens: int = 0  # sinks and rolling window of every request; 0: none slides
+    reuse_profile: Path | None = None  # of the sibling that has computed the prompts of conversations
+    sibling_share: float = 0.0  # of the conversations
 
 
 def overload_spec(scenario: OverloadScenario) -> RunSpec:
@@ -37,6 +42,7 @@ def overload_spec(scenario: OverloadScenario) -> RunSpec:
 
     Raises BadSetting, TraceError, ProfileError.
     """
+    siblings = _siblings(scenario.reuse_profile, scenario.sibling_share)
     rows, costs = load_trace(scenario.trace), load_profile(scenario.profile)
     if not 0 < scenario.output_scale < 1000:
         raise BadSetting(f"output_scale must be above 0 and below 1000, got {scenario.output_scale}")
@@ -55,7 +61,14 @@ def overload_spec(scenario: OverloadScenario) -> RunSpec:
         max_batch=_setting(costs, "max_batch", standard.max_batch),
         pool_blocks=scenario.pool_blocks,
         ssd_blocks=scenario.ssd_blocks,
+        window_tokens=scenario.window_tokens,
+        siblings=siblings,
     )
+    if scenario.window_tokens and scenario.window_tokens < 2 * rows.block_tokens:
+        raise BadSetting(
+            f"--endless-window must be 0 or at least {2 * rows.block_tokens}, two blocks of the trace, "
+            f"got {scenario.window_tokens}"
+        )
     longest = max(
         (
             row.input_length
@@ -64,7 +77,7 @@ def overload_spec(scenario: OverloadScenario) -> RunSpec:
         ),
         default=0,
     )
-    if longest + longest_answer + rows.block_tokens > settings.capacity_tokens:
+    if settings.held_tokens(longest + longest_answer + rows.block_tokens) > settings.capacity_tokens:
         raise BadSetting(
             f"a node of profile {costs.name} holds {settings.capacity_tokens} tokens of KV, but the longest request "
             f"needs {longest} and {longest_answer} for its answer; leave it out with --longest-prompt"
@@ -90,6 +103,14 @@ def overload_spec(scenario: OverloadScenario) -> RunSpec:
         longest_prompt=scenario.longest_prompt,
         look_into=scenario.look_into,
     )
+
+
+def _siblings(reuse_profile: Path | None, share: float) -> SiblingReuse | None:
+    if reuse_profile is None:
+        if share:
+            raise BadSetting("--sibling-share needs --reuse-profile, which says what reuse of a sibling's KV costs")
+        return None
+    return SiblingReuse(load_reuse_profile(reuse_profile), share)
 
 
 def _setting(costs: CostProfile, name: str, standard: int) -> int:

@@ -3,6 +3,7 @@ hand-over."""
 
 from collections.abc import Callable, Mapping
 
+from conductor.policy.decisions import SiblingChoice
 from conductor.policy.events import Held, NodeReported, PrefillSample, TransferSample
 from simulator.serving.clock import NS, SimulatedLink, send
 from simulator.serving.decode import SimulatedDecodeNode
@@ -51,6 +52,7 @@ class SimulatedPrefillNode:
         self._waiting: dict[RequestKey, SimulatedRequest] = {}
         self._ahead: set[RequestKey] = set()  # being loaded or computed
         self._computing: list[SimulatedRequest] = []
+        self._with_siblings: list[SimulatedRequest] = []  # whose part of a sibling's layers is to be computed
         self._shared: list[tuple[SimulatedGroup, int]] = []  # enqueued chunks of prefill groups
         self._is_stepping = False
 
@@ -115,7 +117,21 @@ class SimulatedPrefillNode:
             work.reused_tokens = there * self._block_tokens
             self._pools.use(holder.pool, self._clock.now_ns, work.job.blocks[:there])
             loaded_ns = max(loaded_ns, self._read(holder.pool, blocks, min(on_ssd, blocks), into, reporter))
+        if work.sibling is not None:
+            loaded_ns = max(loaded_ns, self._read_sibling(work, work.sibling, into, reporter))
         return loaded_ns
+
+    def _read_sibling(
+        self, work: SimulatedRequest, choice: SiblingChoice, into: SimulatedLink, reporter: SimulatedReporter
+    ) -> int:
+        """Read what a sibling has of the prompt after the reused tokens; return the time when it has arrived."""
+        siblings, now_ns = self._settings.siblings, self._clock.now_ns
+        work.sibling_tokens = max(0, choice.num_blocks * self._block_tokens - work.reused_tokens)
+        if siblings is None or not work.sibling_tokens:
+            return now_ns
+        kv_nbytes = self._truth.profile.read_nbytes(work.sibling_tokens)
+        nbytes = siblings.read_nbytes(choice, work.sibling_tokens, kv_nbytes)
+        return self._send(now_ns, self.hosts[choice.pool], nbytes, into, reporter)
 
     def _read(self, pool: str, blocks: int, on_ssd: int, into: SimulatedLink, reporter: SimulatedReporter) -> int:
         """Read blocks of a pool node, `on_ssd` of them from its SSD; return the time when they have arrived."""
@@ -126,6 +142,17 @@ class SimulatedPrefillNode:
             ssd_ns = self._truth.transfer_ns("ssd_read", ssd_nbytes)
             now_ns = send(now_ns, (holder.ssd,), ssd_ns)
             holder.reporter.transfer(TransferSample(ssd_nbytes, ssd_ns / NS, "ssd_read"))
+        return self._send(now_ns, holder, nbytes, into, reporter)
+
+    def _send(
+        self,
+        now_ns: int,
+        holder: "SimulatedPrefillNode",
+        nbytes: int,
+        into: SimulatedLink,
+        reporter: SimulatedReporter,
+    ) -> int:
+        """Read bytes from a host's memory, from `now_ns` on; return the time when they have arrived."""
         path = "load" if holder is self else "fetch"
         links = (self.memory,) if holder is self else (holder.out, into)
         alone_ns = self._truth.transfer_ns(path, nbytes)
@@ -170,7 +197,7 @@ class SimulatedPrefillNode:
             )
             return
         work.helpers = ()
-        self._computing.append(work)
+        (self._with_siblings if work.sibling_tokens else self._computing).append(work)
         self.wake()
 
     def enlist(self, group: SimulatedGroup, number: int) -> None:
@@ -205,8 +232,28 @@ class SimulatedPrefillNode:
         self._fill_places()
         self._step()
 
+    def _sibling_step(self) -> bool:
+        """Compute a sibling's part of a prompt between two steps; return False if there is none."""
+        siblings = self._settings.siblings
+        if not self._with_siblings or siblings is None:
+            return False
+        work = self._with_siblings.pop(0)
+        assert work.sibling is not None
+        start, end = work.computed, work.computed + work.sibling_tokens
+        seconds = siblings.cost_of(work.sibling) * self._truth.chunk_s(self.node_id, work, start, end)
+        work.prefill_s += seconds
+        self._is_stepping = True
+        self._push(work, start, end, seconds)
+        self._clock.after(max(1, round(seconds * NS)), lambda: self._sibling_stepped(work, end))
+        return True
+
+    def _sibling_stepped(self, work: SimulatedRequest, end: int) -> None:
+        work.computed = end
+        self._computing.append(work)
+        self._step()
+
     def _step(self) -> None:
-        if self._share_step():
+        if self._share_step() or self._sibling_step():
             return
         now_s = self._clock.now_ns / NS
         self._computing.sort(key=lambda work: work.queue_entry.rank(now_s))
@@ -248,13 +295,16 @@ class SimulatedPrefillNode:
         self._ahead.discard(work.key)
         job = work.job
         new = job.prompt_tokens - work.reused_tokens
-        if not work.helpers:  # prefill times of a group are not reported
+        slides = job.prompt_tokens > self._settings.held_tokens(job.prompt_tokens)
+        if not (work.helpers or work.sibling_tokens or slides):  # otherwise the time is not that of a plain prefill
             self.reporter.prefill(PrefillSample(new, work.reused_tokens, work.prefill_s))
         self.reporter.progress(job.name, "prefill_ended")
         if job.retain is not None:  # before anything is evicted for it
             self._pools.retain(self.pool_id, self._clock.now_ns, job.blocks, job.retain)
         first = 0 if work.keeps_fetched else work.reused_tokens // self._block_tokens
-        self._pools.store(self.pool_id, self._clock.now_ns, job.blocks, first)
+        if not work.sibling_tokens:  # otherwise nothing of it is the model's own KV
+            blocks = self._settings.stored_blocks(job.blocks, self._block_tokens)
+            self._pools.store(self.pool_id, self._clock.now_ns, blocks, first)
         self._prefilled(work)
 
     def _held(self) -> tuple[Held, ...]:

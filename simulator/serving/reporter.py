@@ -28,8 +28,8 @@ def held_of(work: SimulatedRequest, now_s: float, settings: ServingSettings) -> 
     return Held(
         job.name,
         0,
-        remaining_prefill_tokens=job.prompt_tokens - work.reused_tokens,
-        prompt_tokens=job.prompt_tokens,
+        remaining_prefill_tokens=settings.held_tokens(job.prompt_tokens) - work.reused_tokens,
+        prompt_tokens=settings.held_tokens(job.prompt_tokens),
         max_new_tokens=settings.max_tokens_of(job),
         decode_node=work.decode_node,
         turn=turn,

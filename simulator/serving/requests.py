@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from conductor.policy.decisions import Holder
+from conductor.policy.decisions import Holder, SiblingChoice
 from kvpool.policy.eviction import RetainRequest
 from simulator.errors import BadSetting
 from simulator.serving.clock import NS
@@ -157,6 +157,8 @@ class SimulatedRequest:
     predicted_ttft_s: float = 0.0
     predicted_tbt_s: float = 0.0
     reused_tokens: int = 0
+    sibling: SiblingChoice | None = None  # as decided; its KV follows the reused tokens
+    sibling_tokens: int = 0  # of which it provided KV
     computed: int = 0  # prompt tokens whose KV exists, including reused ones
     prefill_s: float = 0.0  # computation time so far
     generated: int = 0
@@ -195,7 +197,7 @@ class SimulatedRequest:
     @property
     def computed_tokens(self) -> int:
         """Prompt tokens that were computed and not reused."""
-        return self.computed - self.reused_tokens if self.computed else 0
+        return self.computed - self.reused_tokens - self.sibling_tokens if self.computed else 0
 
 
 def slowest_tenth_s(intervals: list[tuple[int, int]]) -> float:

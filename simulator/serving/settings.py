@@ -4,7 +4,7 @@ Each node has a constant speed; each request and each run of decode steps has it
 depend on where and when it is served, so two runs of the same seed differ only by decisions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, isfinite
 from random import Random
@@ -14,6 +14,7 @@ from typing import Final, Literal, get_args
 from simulator.errors import BadSetting
 from simulator.serving.clock import NS, VirtualClock
 from simulator.serving.requests import Arrival, SimulatedRequest
+from simulator.serving.siblings import SiblingReuse
 from worker.policy.cost_profile import CostProfile
 
 # What the policy learns of a request's answer on its arrival: nothing, the length of the previous answer in its
@@ -51,6 +52,8 @@ class ServingSettings:
     max_batch: int = 256
     chunk_tokens: int = 8192
     layers: int = 80  # KV is pushed layer by layer; only the last layer's push does not overlap computation
+    window_tokens: int = 0  # most tokens whose KV a request holds, sinks and rolling window; 0: no request slides
+    siblings: SiblingReuse | None = None  # conversations whose prompts another model has computed
     lookahead: int = 3  # requests that a prefill node prepares (loads, reserves) ahead of the one it computes
     pool_blocks: int = 6000  # capacity of a pool node's memory
     ssd_blocks: int = 0  # capacity of a pool node's SSD; 0: no SSD
@@ -99,9 +102,28 @@ class ServingSettings:
                 f"hosts must be 0, or at least the number of prefill and decode nodes "
                 f"({self.prefill_nodes + self.decode_nodes}) of a cluster that is not aggregated, got {self.hosts}"
             )
-        for name in ("ssd_blocks", "request_noise", "step_noise", "node_noise", "network_s", "handoff_s", "start_s"):
+        if self.siblings is not None and self.is_aggregated:
+            raise BadSetting("siblings: KV of other models is reused on prefill nodes; an aggregated cluster has none")
+        for name in (
+            "ssd_blocks",
+            "window_tokens",
+            "request_noise",
+            "step_noise",
+            "node_noise",
+            "network_s",
+            "handoff_s",
+            "start_s",
+        ):
             if not isfinite(getattr(self, name)) or getattr(self, name) < 0:
                 raise BadSetting(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+
+    def held_tokens(self, tokens: int) -> int:
+        """Return the tokens whose KV a request holds after `tokens`."""
+        return min(tokens, self.window_tokens) if self.window_tokens else tokens
+
+    def stored_blocks(self, blocks: Sequence[int], block_tokens: int) -> Sequence[int]:
+        """Return the blocks that may be stored: none that was computed after the window slid."""
+        return blocks[: self.window_tokens // block_tokens] if self.window_tokens else blocks
 
     def max_tokens_of(self, job: Arrival) -> int:
         """Return `max_tokens` of a request, at least 2, since an answer of one token needs no decode node."""
@@ -125,7 +147,8 @@ class ActualCosts:
     def chunk_s(self, node_id: str, work: SimulatedRequest, start: int, end: int) -> float:
         """Return the seconds to compute prompt tokens [start, end) of a request on a node."""
         luck = exp(self._settings.request_noise * work.job.luck)
-        return self._of(node_id).prefill_s(end - start, start) * luck * self._node(node_id)
+        seconds = self._of(node_id).prefill_s(end - start, start, most_seen=self._settings.window_tokens)
+        return seconds * luck * self._node(node_id)
 
     def step_s(self, node_id: str, batch: int, context_tokens: int) -> float:
         """Return the seconds of one decode step, with noise drawn for each call."""
@@ -134,6 +157,8 @@ class ActualCosts:
 
     def push_ns(self, start: int, end: int, prompt_tokens: int) -> int:
         """Return the duration of a push of a prompt's tokens [start, end) without contention."""
+        if self._settings.window_tokens:  # nothing reads what has left the window
+            start = min(end, max(start, prompt_tokens - self._settings.window_tokens))
         return self.transfer_ns("push", self.profile.pushed_nbytes(start, end, prompt_tokens))
 
     def transfer_ns(self, path: str, nbytes: int) -> int:

@@ -12,7 +12,7 @@ from conductor import wire
 from conductor.decision_log.codec import decision_from_json, event_from_json, to_json
 from conductor.directory.directory import Matches
 from conductor.policy.decisions import Place
-from conductor.policy.events import SiblingMatch, SiblingPoint
+from conductor.policy.events import NodeReported, SiblingMatch, SiblingPoint, TransferSample
 from moonpool_proto.v1 import conductor_pb2
 
 BLOCKS = 60
@@ -90,6 +90,17 @@ def test_own_kv_comes_first_and_only_what_it_lacks_counts(cluster: Any, make: An
 )
 def test_nothing_is_reused_that_does_not_pay_or_is_not_there(cluster: Any, make: Any, fields: dict[str, Any]) -> None:
     assert layers(ask(start(cluster, make), make, **fields)) is None
+
+
+def test_a_fetch_is_tried_before_its_time_is_known_and_left_if_it_is_too_long(cluster: Any, make: Any) -> None:
+    far = replace(SIBLING, pool="pool-1", points=(replace(MIDDLE, input_pool="pool-1", input_nbytes=1 << 20),))
+    c = start(cluster, make)  # 1 GB from the other host
+    assert layers(ask(c, make, "first", siblings=(far,))) == (2, 5)
+    for bytes_per_s, chosen in ((1e8, None), (1e11, (2, 5))):
+        c = start(cluster, make)
+        samples = tuple(TransferSample(n, n / bytes_per_s, "fetch") for n in (1 << 20, 1 << 25, 1 << 30)) * 20
+        c.send(NodeReported("prefill-0", transfers=samples))
+        assert layers(ask(c, make, "next", siblings=(far,))) == chosen
 
 
 def test_a_pool_node_that_does_not_answer_has_nothing(cluster: Any, make: Any) -> None:

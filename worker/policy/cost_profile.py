@@ -134,15 +134,18 @@ class CostProfile:
         seen = max(0, end - max(start, prompt_tokens - self.window_tokens))
         return (end - start) * self.kv_bytes_per_token + seen * self.window_bytes_per_token
 
-    def prefill_s(self, new_tokens: int, reused_tokens: int = 0) -> float:
+    def prefill_s(self, new_tokens: int, reused_tokens: int = 0, *, most_seen: int = 0) -> float:
         """Return the seconds to compute `new_tokens` that follow `reused_tokens`; increases with both.
 
-        Raises ValueError for negative numbers.
+        With a rolling window, each token sees at most `most_seen` tokens; 0: there is none. Raises ValueError for
+        negative numbers.
         """
-        _not_negative(new_tokens=new_tokens, reused_tokens=reused_tokens)
-        cost, prompt = self.prefill, new_tokens + reused_tokens
-        seconds = prefill_s(cost.fixed_s, cost.per_token_s, cost.per_pair_s, prompt, reused_tokens)
-        return seconds * margin(new_tokens, cost.new_tokens.most, prompt, cost.prompt_tokens.most)
+        _not_negative(new_tokens=new_tokens, reused_tokens=reused_tokens, most_seen=most_seen)
+        before = min(reused_tokens, most_seen) if most_seen else reused_tokens
+        cost, prompt = self.prefill, before + new_tokens
+        seen = min(prompt, most_seen) if most_seen else prompt
+        seconds = prefill_s(cost.fixed_s, cost.per_token_s, cost.per_pair_s, prompt, before, most_seen)
+        return seconds * margin(seen - before, cost.new_tokens.most, seen, cost.prompt_tokens.most)
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
         """Return the seconds of one step of `batch` sequences with `context_tokens` in total.

@@ -69,8 +69,9 @@ def _predict(
     share_s = point.cost * costs.prefill_cost_s(end_tokens - own_tokens, own_tokens, slot)
     rest_s = costs.prefill_cost_s(request.prompt_tokens - end_tokens, end_tokens, slot)
     nbytes = model.read_nbytes(end - own) + (end_tokens - own_tokens) * point.input_nbytes
-    is_own = plan.places.prefill.pools[plan.chosen] == sibling.pool
-    moved_s = transfers.load_s(nbytes) if is_own else transfers.fetch_s(nbytes, 0)
+    # Before fetches were measured, they count as loads: a guess that is too slow would never be corrected.
+    is_loaded = plan.places.prefill.pools[plan.chosen] == sibling.pool or not transfers.is_calibrated("fetch")
+    moved_s = transfers.load_s(nbytes) if is_loaded else transfers.fetch_s(nbytes, 0)
     choice = SiblingChoice(
         sibling.sender,
         point.first_layer,
