@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,15 +16,11 @@ from moonpool.commands.arguments import command_group
 from moonpool.errors import ConfigError
 from moonpool.model_files import local_model
 from moonpool.options import reported_errors
-from moonpool.profiling.measurement import check_out, progress_bar
+from moonpool.profiling.measurement import check_out
 from settings.hub_model import parse_model
 from settings.worker import name_of_model
 from worker.errors import ProfileError
-from worker.policy.reuse_profile import ReuseAccuracy, ReusePoint, ReuseProfile, save_reuse_profile
-
-if TYPE_CHECKING:
-    from engine import Model
-    from frontend.tokenizer import Tokenizer
+from worker.policy.reuse_profile import ReuseProfile, save_reuse_profile
 
 app = command_group("droidspeak", "Reuse of KV between models that were tuned from the same base (DroidSpeak).")
 
@@ -74,7 +69,9 @@ def profile(
             from moonpool.profiling.picture import check_picture_path
 
             check_picture_path(plot)
-        pair = _Pair.load(local_model(sender), local_model(receiver), device=device, dtype=dtype, threads=threads)
+        from moonpool.droidspeak.pair import ModelPair
+
+        pair = ModelPair.load(local_model(sender), local_model(receiver), device=device, dtype=dtype, threads=threads)
         names, bounds = (name_of_model(sender), name_of_model(receiver)), (max_quality_loss, max_cost)
         made, points = pair.profile(data, names, bounds)
         try:
@@ -89,98 +86,6 @@ def profile(
 
             draw(made, points, plot)
         print(json.dumps({"profile": str(out), "groups": [asdict(point) for point in points]}))
-
-
-class _Pair:
-    """Two models that may share KV, as far as their configurations tell."""
-
-    def __init__(self, sender: Model, receiver: Model, tokenizer: Tokenizer) -> None:
-        self._sender, self._receiver, self._tokenizer = sender, receiver, tokenizer
-
-    @classmethod
-    def load(cls, sender: Path, receiver: Path, *, device: str, dtype: str, threads: int) -> _Pair:
-        """Load both models. Raises ConfigError if they cannot be loaded, or cannot share KV."""
-        from engine import EngineError, load_model
-        from frontend.errors import FrontendError
-        from frontend.tokenizer import Tokenizer
-        from moonpool.role_configs import choose_device
-
-        try:
-            tokenizers = [Tokenizer(folder) for folder in (sender, receiver)]
-            models = [
-                load_model(folder, device=choose_device(device, 0), dtype=dtype, threads=threads)  # type: ignore[arg-type]
-                for folder in (sender, receiver)
-            ]
-        except (EngineError, FrontendError) as error:
-            raise ConfigError(f"a model cannot be loaded: {error}") from error
-        if tokenizers[0].identity != tokenizers[1].identity:
-            raise ConfigError(f"tokenizer.json of {sender} and {receiver} differ: models share KV only of equal tokens")
-        first, second = (model.config for model in models)
-        for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "layer_windows", "ropes"):
-            if getattr(first, name) != getattr(second, name):
-                raise ConfigError(
-                    f"{name} of {sender} is {getattr(first, name)}, of {receiver} {getattr(second, name)}: "
-                    "only models of one shape share KV"
-                )
-        if models[0].kv_groups != models[1].kv_groups:
-            raise ConfigError(f"the KV of {sender} and {receiver} differs in dtype or layout: use one --dtype for both")
-        if models[0].fingerprint == models[1].fingerprint:
-            raise ConfigError(f"{sender} and {receiver} are the same model, which reuses its own KV without a profile")
-        if len(second.kv_layers) < second.num_layers:
-            raise ConfigError(f"layers of {receiver} share KV: groups can be computed only if each layer has its own")
-        return cls(models[0], models[1], tokenizers[1])
-
-    def profile(
-        self, data: Path, names: tuple[str, str], bounds: tuple[float, float]
-    ) -> tuple[ReuseProfile, list[ReusePoint]]:
-        """Measure; return the profile and the points of all groups. Raises ConfigError if no group is good enough."""
-        from moonpool.droidspeak.examples import read_examples
-        from moonpool.droidspeak.frontier import LEAST_LEAD, frontier_of, points_of
-        from moonpool.droidspeak.measuring import measure
-
-        config, (max_quality_loss, max_cost) = self._receiver.config, bounds
-        examples = read_examples(data, self._tokenizer, config.max_positions)
-        with progress_bar(Console(stderr=True), "contexts", "contexts", len(examples.contexts)) as done:
-            answers = measure(self._sender, self._receiver, examples, done)
-        accuracy = ReuseAccuracy(
-            *(float(right.mean()) for right in (answers.sender, answers.receiver, answers.all_reused))
-        )
-        if accuracy.receiver - accuracy.sender < LEAST_LEAD:
-            raise ConfigError(
-                f"{data}: {names[1]} answers {accuracy.receiver:.1%} exactly and {names[0]} {accuracy.sender:.1%}, too "
-                "close to measure what reuse loses: use questions of the task that the receiver was tuned for"
-            )
-        points = points_of(answers, config, examples.mean_context_tokens)
-        kept = frontier_of(points, max_quality_loss, max_cost)
-        if not kept:
-            best = min((p for p in points if p.cost <= max_cost), key=lambda p: p.quality_loss, default=None)
-            found = (
-                f"{best.first}..{best.last} loses least, {best.quality_loss:.1%}" if best else "all groups cost more"
-            )
-            raise ConfigError(
-                f"no group of layers costs at most {max_cost:.0%} of a prefill and loses at most "
-                f"{max_quality_loss:.1%} of {names[1]}'s lead: {found}. {names[0]} is no "
-                "sibling whose KV can be reused, or --max-cost or --max-quality-loss is too strict"
-            )
-        made = ReuseProfile(
-            sender=names[0],
-            sender_fingerprint=self._sender.fingerprint,
-            receiver=names[1],
-            receiver_fingerprint=self._receiver.fingerprint,
-            tokenizer=self._tokenizer.identity,
-            dtype=self._receiver.dtype,
-            num_layers=config.num_layers,
-            hidden_size=config.hidden_size,
-            made=datetime.now(UTC).date().isoformat(),
-            data_sha256=examples.sha256,
-            contexts=len(examples.contexts),
-            questions=examples.num_questions,
-            context_tokens=examples.mean_context_tokens,
-            accuracy=accuracy,
-            max_quality_loss=max_quality_loss,
-            points=tuple(kept),
-        )
-        return made, points
 
 
 def _table(made: ReuseProfile) -> Table:

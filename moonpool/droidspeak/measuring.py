@@ -4,7 +4,7 @@ Greedy decoding gives the expected answer exactly if each of its tokens is the m
 one step per question suffices. A group `first..last` needs no computation of its own: its KV is that of `first..L-1`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -80,10 +80,23 @@ class ContextCache:
         return np.array([(likely[end - len(ids) : end] == ids).all() for end, ids in zip(ends, expected, strict=True)])
 
 
-def measure(sender: Model, receiver: Model, examples: Examples, progress: Callable[[int], None]) -> Answers:
-    """Answer all questions in every way; `progress` is called with the number of contexts that are done."""
+def groups_of(num_layers: int) -> set[LayerSpan]:
+    """Return all groups of consecutive layers but that of all layers."""
+    every = {LayerSpan(first, last) for first in range(num_layers) for last in range(first, num_layers)}
+    return every - {LayerSpan(0, num_layers - 1)}
+
+
+def measure(
+    sender: Model,
+    receiver: Model,
+    examples: Examples,
+    progress: Callable[[int], None],
+    groups: Collection[LayerSpan] = (),
+) -> Answers:
+    """Answer all questions with each of `groups`, by default all; `progress` is called with the contexts done."""
     num_layers = receiver.config.num_layers
-    spans = [LayerSpan(a, b) for a in range(num_layers) for b in range(a, num_layers) if (a, b) != (0, num_layers - 1)]
+    spans = sorted(set(groups) or groups_of(num_layers), key=lambda span: (span.first, span.last))
+    firsts = sorted({span.first for span in spans})
     ways: dict[str | LayerSpan, list[npt.NDArray[np.bool_]]] = {}
     for done, context in enumerate(examples.contexts, 1):
         sent, own, mixed = (
@@ -91,18 +104,18 @@ def measure(sender: Model, receiver: Model, examples: Examples, progress: Callab
             ContextCache(receiver, context),
             ContextCache(receiver, context),
         )
-        inputs = sent.prefill(frozenset(range(1, num_layers)))
+        inputs = sent.prefill(frozenset(firsts) - {0})
         own.prefill()
         ways.setdefault("sender", []).append(sent.answers())
         ways.setdefault("receiver", []).append(own.answers())
         mixed.take(sent, range(num_layers))
         ways.setdefault("all_reused", []).append(mixed.answers())
         computed = ContextCache(receiver, context)
-        for first in range(num_layers):
+        for first in firsts:
             computed.recompute(LayerSpan(first, num_layers - 1), inputs.get(first))
             mixed.take(sent, range(num_layers))
             for span in (span for span in spans if span.first == first):
-                mixed.take(computed, range(span.last, span.last + 1))
+                mixed.take(computed, range(first, span.last + 1))
                 ways.setdefault(span, []).append(mixed.answers())
         progress(done)
     right = {way: np.concatenate(each) for way, each in ways.items()}
