@@ -274,8 +274,10 @@ class Preparer:
         metrics: RequestMetrics,
         grammars: GrammarChecker,
     ) -> None:
+        own_window = model.endless_window
+        self._default_window = config.http.endless_window if own_window is None else own_window
         check_default_window(
-            config.http.endless_window,
+            self._default_window,
             block_tokens=config.block_tokens,
             max_positions=tokenizer.max_positions,
             model=model.name,
@@ -446,9 +448,9 @@ class Preparer:
         return None if unchecked is None else await self._grammars.check(unchecked, arrival.caller.tenant)
 
     def _rolling_window(self, body: GenerationBody) -> worker_pb2.RollingWindow | None:
-        config = self._config
+        block_tokens = self._config.block_tokens
         return rolling_window(
-            body.endless, config.http.endless_window, block_tokens=config.block_tokens, max_model_len=self.max_model_len
+            body.endless, self._default_window, block_tokens=block_tokens, max_model_len=self.max_model_len
         )
 
     def _limit(self, rolling: worker_pb2.RollingWindow | None) -> int:

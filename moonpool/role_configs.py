@@ -116,7 +116,9 @@ def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
     from frontend import FrontendConfig, ServedModelConfig
 
     return FrontendConfig(
-        models=tuple(ServedModelConfig(entry.path, entry.name, entry.aliases) for entry in config.served),
+        models=tuple(
+            ServedModelConfig(entry.path, entry.name, entry.aliases, entry.endless_window) for entry in config.served
+        ),
         conductor_targets=config.conductor.conductor,
         http=config.http,
         blocks=config.blocks,

@@ -9,12 +9,14 @@ from typing import Annotated, Any, ClassVar
 from moonpool.config.serve import TopologySettings
 from moonpool.config.sources import convert, nearest
 from settings.conductor import Objectives, PolicyConfig
+from settings.frontend import HttpSettings
 from settings.hub_model import parse_model
 from settings.keys import InvalidSetting, Key, Setting, SettingsGroup, group_settings
 from settings.worker import EngineSettings, ModelSettings, name_of_model
 
 _TOPOLOGY_KEYS = ("prefill_nodes", "decode_nodes", "aggregated")
 _SLO_KEYS = ("ttft_slo", "tbt_slo")
+_WINDOW_KEY = "endless_window"
 _NAMING = ("name", "path", "aliases")
 
 
@@ -81,6 +83,11 @@ class ModelEntry:
         return replace(cluster, **{group_settings(EngineSettings)[key].field: value for key, value in own.items()})
 
     @property
+    def endless_window(self) -> int | None:
+        """The entry's own window of endless requests that do not name theirs; None: the cluster's."""
+        return self.settings.get(_WINDOW_KEY)
+
+    @property
     def objectives(self) -> Objectives:
         """The entry's own objectives."""
         return Objectives(*(self.settings.get(key) for key in _SLO_KEYS))
@@ -95,7 +102,8 @@ class FurtherModels(SettingsGroup):
         tuple[ModelEntry, ...],
         Key(
             "Additional model: NAME=PATH[,alias=NAME][,key=value...]; may be given several times. Its keys override "
-            "the cluster's numbers of workers, engine settings and objectives. Without MODEL, only these are served",
+            "the cluster's numbers of workers, engine settings, objectives and endless window. Without MODEL, only "
+            "these are served",
             flag="--add-model",
             item=ModelEntry,
         ),
@@ -129,6 +137,7 @@ def model_settings() -> dict[str, Setting]:
     return {
         **{key: topology[key] for key in _TOPOLOGY_KEYS},
         **{key: slo[key] for key in _SLO_KEYS},
+        _WINDOW_KEY: group_settings(HttpSettings)[_WINDOW_KEY],
         **group_settings(EngineSettings),
     }
 

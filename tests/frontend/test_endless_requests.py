@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import frontend
+from frontend.config import ServedModelConfig
 from frontend.errors import FrontendConfigError
 from frontend.tokenizer import Tokenizer
 from moonpool_proto.v1 import common_pb2, worker_pb2
@@ -139,6 +140,15 @@ async def test_workers_choose_the_sinks_and_the_setting_the_window_if_the_reques
     submit, _ = await seen_by_workers(start_front, cluster, BODY, endless_window=64)
     assert not submit.rolling.HasField("sinks")
     assert (submit.rolling.window, submit.rolling.slide) == (64, 8)
+
+
+@pytest.mark.parametrize(("own", "expected"), [(128, 128), (0, 0)])
+async def test_a_models_own_window_takes_the_place_of_the_settings(
+    start_front: Any, cluster: Any, model_path: Path, own: int, expected: int
+) -> None:
+    models = (ServedModelConfig(model_path, "tiny", endless_window=own),)
+    submit, _ = await seen_by_workers(start_front, cluster, BODY, endless_window=64, models=models)
+    assert submit.rolling.window == expected
 
 
 async def test_a_request_longer_than_the_bound_is_refused(start_front: Any) -> None:

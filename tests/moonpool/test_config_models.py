@@ -53,6 +53,12 @@ def test_the_first_served_name_is_the_name_and_the_others_are_aliases() -> None:
     assert named(loaded(model="/m/x")) == [("x",)]
 
 
+def test_a_model_has_an_endless_window_of_its_own_or_the_clusters() -> None:
+    config = loaded(models=["a=/m/a,endless-window=512", "b=/m/b"], endless_window=1024)
+    assert [entry.endless_window for entry in config.served] == [512, None]
+    assert config.http.endless_window == 1024
+
+
 def test_a_file_names_models_with_settings_of_their_own(config_file: Path) -> None:
     config = loaded(file=config_file)
     large, small = config.served
