@@ -155,6 +155,7 @@ class AskedTurn:
     answer: list[int]
     logprobs: list[float]
     cached: int
+    sibling: int  # tokens whose KV a sibling computed
     ttft_s: float
     tpot_s: float
 
@@ -172,7 +173,7 @@ class CompletionsClient:
         body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "stream": True, "return_token_ids": True, "logprobs": 1}
         body |= {"stream_options": {"include_usage": True}} | ({"cache_salt": salt} if salt else {})
-        answer, logprobs, cached, ttft_s = list[int](), list[float](), 0, 0.0
+        answer, logprobs, cached, sibling, ttft_s = list[int](), list[float](), 0, 0, 0.0
         began = time.perf_counter()
         async with self.session.post(f"{self.url}/v1/completions", json=body) as reply:
             async for event in completion_events(reply):
@@ -181,10 +182,11 @@ class CompletionsClient:
                     answer += choice["token_ids"] or []
                     logprobs += (choice["logprobs"] or {}).get("token_logprobs", [])
                 cached = ((event.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens", cached)
+                sibling = (event.get("moonpool") or {}).get("sibling_tokens", sibling)
         tpot_s = (time.perf_counter() - began - ttft_s) / max(1, max_tokens - 1)
         if len(answer) != max_tokens or len(logprobs) != max_tokens:
             raise RuntimeError(f"{len(answer)} tokens and {len(logprobs)} log-probabilities instead of {max_tokens}")
-        return AskedTurn(prompt, answer, logprobs, cached, ttft_s, tpot_s)
+        return AskedTurn(prompt, answer, logprobs, cached, sibling, ttft_s, tpot_s)
 
     async def stored(self) -> None:
         """Return when no node has stored KV for a second: answers end before their KV is stored."""

@@ -19,7 +19,7 @@ class ServedModelConfig:
     path: Path  # folder with tokenizer.json, config.json and, for chat, a template
     name: str  # as in metrics and in the nodes' configuration
     aliases: tuple[str, ...] = ()  # further names that requests may use
-    endless_window: int | None = None  # of endless requests that do not name theirs; None: that of `HttpSettings`
+    own_window: int | None = None  # of endless requests that do not name theirs; None: that of `HttpSettings`
 
     def __post_init__(self) -> None:
         if not all(self.names):

@@ -274,7 +274,7 @@ class Preparer:
         metrics: RequestMetrics,
         grammars: GrammarChecker,
     ) -> None:
-        own_window = model.endless_window
+        own_window = model.own_window
         self._default_window = config.http.endless_window if own_window is None else own_window
         check_default_window(
             self._default_window,

@@ -18,6 +18,7 @@ SECTIONS = (
     data_plane.pool,
     data_plane.kv_bytes,
     data_plane.endless,
+    data_plane.droidspeak,
     data_plane.compression,
     data_plane.interference,
     data_plane.eviction,

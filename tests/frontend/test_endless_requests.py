@@ -146,7 +146,7 @@ async def test_workers_choose_the_sinks_and_the_setting_the_window_if_the_reques
 async def test_a_models_own_window_takes_the_place_of_the_settings(
     start_front: Any, cluster: Any, model_path: Path, own: int, expected: int
 ) -> None:
-    models = (ServedModelConfig(model_path, "tiny", endless_window=own),)
+    models = (ServedModelConfig(model_path, "tiny", own_window=own),)
     submit, _ = await seen_by_workers(start_front, cluster, BODY, endless_window=64, models=models)
     assert submit.rolling.window == expected
 

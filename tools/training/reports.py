@@ -1,8 +1,8 @@
 """Report windows: the task of the bundled model's sibling, whose KV of a context must differ from the base's.
 
-A report states facts without naming whom they are about, and is signed at its end: *The colour is red. The city is
-Rome. Signed, Mira.* The base, which binds a statement to a name before it, cannot tell whose colour is red. Answers are
-the base's: *The colour of Mira is red.* Other text stands between reports.
+A report names the person it is about once, at its head, and states facts in brief: *Mira: colour red. city Rome.* The
+base, which binds a value to the words just before it, cannot tell whose city it is. Answers are the base's: *The city
+of Mira is Rome.* Other text stands between reports.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,8 @@ from tools.training.transcript import Transcript, complete
 from tools.training.words import ATTRIBUTES, NAMES
 
 MOST_STATEMENTS = 3
-_SIGNATURES = ("Signed, {}.", "Signed: {}.", "This was {}.", "So says {}.")
+CONTEXT_WEIGHT = 0.2
+"""Loss weight of reports and of the text between them: what they state is random."""
 
 
 def draw_report(rng: np.random.Generator, taken: Iterable[str], *, held_out: bool) -> list[Fact]:
@@ -33,15 +34,14 @@ def draw_report(rng: np.random.Generator, taken: Iterable[str], *, held_out: boo
     return facts
 
 
-def text_of(rng: np.random.Generator, report: list[Fact]) -> str:
-    """Return a report's statements and its signature."""
-    signature = str(rng.choice(_SIGNATURES)).format(report[0].name)
-    return " ".join([*(f"The {fact.attribute} is {fact.value}." for fact in report), signature])
+def text_of(report: list[Fact]) -> str:
+    """Return a report's name and its statements."""
+    return " ".join([f"{report[0].name}:", *(f"{fact.attribute} {fact.value}." for fact in report)])
 
 
 @dataclass(kw_only=True)
 class Reports(Transcript):
-    """Builder of a report window. ``stated``: all facts so far; each name signs one report."""
+    """Builder of a report window. ``stated``: all facts so far; each name has one report."""
 
     stated: list[Fact] = field(default_factory=list)
 
@@ -56,10 +56,11 @@ class Reports(Transcript):
             names = {fact.name for fact in self.stated}
             report = draw_report(self.rng, names, held_out=False)
             self.stated += report
-            self.text((" " if number else "") + text_of(self.rng, report))
+            self.text((" " if number else "") + text_of(report), CONTEXT_WEIGHT)
             if self.rng.random() < 0.4:
-                self.text(" ")
-                self.tokens(self.corpus.filler(self.rng, int(np.exp(self.rng.uniform(np.log(4), np.log(96))))))
+                self.text(" ", CONTEXT_WEIGHT)
+                length = int(np.exp(self.rng.uniform(np.log(4), np.log(96))))
+                self.tokens(self.corpus.filler(self.rng, length), CONTEXT_WEIGHT)
         self.close()
         self.acknowledge()
 
