@@ -21,11 +21,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine import Model, SamplingRow, load_model, noisy_scores
+from engine import ForwardBatch, Model, PagedCache, SamplingRow, SequenceChunk, load_model, noisy_scores
 from engine.config import read_config
 from engine.random_model import RandomModelSpec, write_random_model
 from moonpool.cluster_view.collector import validate_cluster
 from moonpool.cluster_view.locate import locate
+from tools.training.export import config_of
+from tools.training.model import PRESETS
 from worker.paced.profiles import profile_of
 from worker.paced.tokens import Draw, PacedTokens
 from worker.policy.cost_profile import save_profile
@@ -152,30 +154,41 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+def _small_kv(folder: Path, **extra: Any) -> Path:
+    """A model with windows in every other layer, one KV head, KV shared across blocks, and learned sinks."""
+    spec = RandomModelSpec(
+        family="moonpool",
+        layers=6,
+        hidden=64,
+        heads=4,
+        kv_heads=1,
+        vocab=2048,
+        max_len=2048,
+        window=48,
+        scale=3.0,
+        seed=8,
+        extra={
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "kv_owners": [0, 1, 2, 3, 0, 1],
+            "attention_sinks": True,
+            **extra,
+        },
+    )
+    return write_random_model(folder, spec, tokenizer=TOKENIZER)
+
+
 @pytest.fixture(scope="session")
 def two_group_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with windows in every other layer, one KV head, KV shared across blocks, and learned sinks."""
-    return write_random_model(
-        tmp_path_factory.mktemp("model2"),
-        RandomModelSpec(
-            family="moonpool",
-            layers=6,
-            hidden=64,
-            heads=4,
-            kv_heads=1,
-            vocab=2048,
-            max_len=2048,
-            window=48,
-            scale=3.0,
-            seed=8,
-            extra={
-                "layer_types": ["sliding_attention", "full_attention"] * 3,
-                "kv_owners": [0, 1, 2, 3, 0, 1],
-                "attention_sinks": True,
-            },
-        ),
-        tokenizer=TOKENIZER,
-    )
+    """A model with small KV in floats."""
+    return _small_kv(tmp_path_factory.mktemp("model2"))
+
+
+@pytest.fixture(scope="session")
+def small_kv_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with KV, weights and activations in int8, whose answers depend neither on chunks nor on reuse."""
+    trained = config_of(PRESETS["small"])
+    in_int8 = {key: trained[key] for key in ("kv_dtype", "kv_scale_group", "quantization_config")}
+    return _small_kv(tmp_path_factory.mktemp("model4"), **in_int8)
 
 
 @pytest.fixture(scope="session")
@@ -242,9 +255,21 @@ class Judge:
     def __init__(self, model: Model) -> None:
         self._model = model
 
+    def _logits(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Logits of every position, from the dense reference; of a model in int8, whose roundings a last bit of a
+        float could turn, from the kernels that serve it, in one step."""
+        model = self._model
+        if not model.config.kv_scale_group:
+            return model.score(ids)
+        blocks = np.arange(-(-len(ids) // 16), dtype=np.int32)
+        cache = PagedCache(model.kv_groups, [len(blocks)] * len(model.kv_groups), 16, device=model.device)
+        chunk = SequenceChunk(ids, 0, (blocks,) * len(model.kv_groups), want_logits=True, every=True)
+        found: NDArray[np.float32] = model.forward(ForwardBatch([chunk]), cache).cpu().numpy()
+        return found
+
     def logprobs(self, ids: Sequence[int]) -> list[list[float]]:
         """Row i: of every token that could follow ids[: i + 1]."""
-        logits = self._model.score(np.array(ids, dtype=np.int32)).astype(np.float64)
+        logits = self._logits(np.array(ids, dtype=np.int32)).astype(np.float64)
         shifted = logits - logits.max(axis=1, keepdims=True)
         found: list[list[float]] = (shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))).tolist()
         return found
@@ -255,7 +280,7 @@ class Judge:
         `steer(logits, answer so far)` does to a row of logits what the request asked for.
         """
         ids = np.array([*answer.prompt_ids, *answer.token_ids], dtype=np.int32)
-        logits = self._model.score(ids)
+        logits = self._logits(ids)
         wrong = []
         for index, token in enumerate(answer.token_ids):
             row = SamplingRow(

@@ -47,9 +47,9 @@ async def stream(
 
 
 @pytest.fixture(scope="module")
-def cluster(two_group_model: Path, start_cluster: Callable[..., Any]) -> Any:
+def cluster(small_kv_model: Path, start_cluster: Callable[..., Any]) -> Any:
     flags = ["--prefill-nodes", "2", "--decode-nodes", "2", "--pool-nodes", "2", "--block-tokens", "8"]
-    with start_cluster(two_group_model, *flags) as running:
+    with start_cluster(small_kv_model, *flags) as running:
         yield running
 
 
@@ -59,7 +59,7 @@ def cluster(two_group_model: Path, start_cluster: Callable[..., Any]) -> Any:
 async def test_a_running_request_survives_the_death_of(
     victim: str,
     cluster: Any,
-    two_group_model: Path,
+    small_kv_model: Path,
     judge_of: Callable[[Path], Any],
     session: aiohttp.ClientSession,
 ) -> None:
@@ -75,7 +75,7 @@ async def test_a_running_request_survives_the_death_of(
     bodies = [{"model": cluster.ready["model"], "prompt": p, **LONG} for p in asked]
     answers = await asyncio.gather(*(stream(session, cluster.url, body, kill_at_twenty) for body in bodies))
     assert killed.is_set()
-    judge = judge_of(two_group_model)
+    judge = judge_of(small_kv_model)
     for ids, (got, error) in zip(asked, answers, strict=True):
         assert error is None
         assert len(got) == LONG["max_tokens"]
@@ -88,13 +88,13 @@ async def test_a_running_request_survives_the_death_of(
 
 
 async def test_a_waiting_prompt_survives_the_death_of_its_prefill_node(
-    cluster: Any, two_group_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+    cluster: Any, small_kv_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:
     asked = [prompt(100 + seed, 1500) for seed in range(8)]
     work = [asyncio.create_task(cluster.complete(session, p, max_tokens=4, temperature=0.0)) for p in asked]
     await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
     old = cluster.kill("prefill-1")
-    judge = judge_of(two_group_model)
+    judge = judge_of(small_kv_model)
     for answer in await asyncio.gather(*work):
         assert judge.wrong_tokens(answer) == []
     await cluster.wait_restarted("prefill-1", old)
@@ -140,7 +140,7 @@ async def test_conductor_and_workers_release_the_requests_of_a_killed_frontend_w
 
 
 async def test_without_another_node_the_request_ends_with_a_named_error_or_goes_on(
-    cluster: Any, two_group_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
+    cluster: Any, small_kv_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:
     nodes = ("decode-0", "decode-1")
     old = {node: cluster.pid(node) for node in nodes}
@@ -158,7 +158,7 @@ async def test_without_another_node_the_request_ends_with_a_named_error_or_goes_
     assert killed
     if error is None:  # a node came back before the attempts ran out
         answer = type("A", (), {"prompt_ids": body["prompt"], "token_ids": ids})
-        assert judge_of(two_group_model).wrong_tokens(answer, temperature=0.8, seed=42) == []
+        assert judge_of(small_kv_model).wrong_tokens(answer, temperature=0.8, seed=42) == []
         assert len(ids) == LONG["max_tokens"]
     else:
         assert error["message"]
