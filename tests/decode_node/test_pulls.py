@@ -15,6 +15,7 @@ from messenger import Messenger, MessengerConfig, RemoteKey, SharedMemory
 from settings.keys import assemble
 from telemetry.tracing import OFF
 from worker.policy import TakenSlots
+from worker.prefix_blocks import StoredPart
 from worker.request import Request
 
 BLOCK = 8
@@ -55,11 +56,11 @@ async def test_nothing_is_asked_for_while_a_later_range_is_still_to_be_pulled(
     )
     real, gate, second = pulls._pull_range, asyncio.Event(), asyncio.Event()
 
-    async def gated(reservation: Reservation, lease: Lease, first: int, skip: int) -> None:
+    async def gated(reservation: Reservation, part: StoredPart, lease: Lease, first: int, skip: int) -> None:
         if first:
             second.set()
             await gate.wait()
-        await real(reservation, lease, first, skip)
+        await real(reservation, part, lease, first, skip)
 
     pulls._pull_range = gated
     pulling = asyncio.ensure_future(pulls.pull(reservation, [pull_range(0, 2), pull_range(2, 2)], OFF))

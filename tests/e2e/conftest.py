@@ -144,6 +144,13 @@ def running_cluster(tmp: Path, model: Path, *flags: str) -> Iterator[Cluster]:
             raise
 
 
+async def metric(session: aiohttp.ClientSession, url: str, name: str) -> float:
+    """The sum of a metric over all its labels."""
+    async with session.get(f"{url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights of enlarged scale: clear margins, so that any wrong KV shows in the tokens."""

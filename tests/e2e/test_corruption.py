@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
 
 from engine import load_model
-
-
-@contextlib.contextmanager
-def memory_of(pid: int, name: str) -> Iterator[tuple[BinaryIO, range]]:
-    """A running process's memory, and the addresses in it of what it shares as `name`. Nobody else may map that for
-    writing; damage comes from within."""
-    spans = [
-        tuple(int(end, 16) for end in line.split()[0].split("-"))
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
-        if f"memfd:{name}" in line and "w" in line.split()[1]
-    ]
-    assert spans, f"process {pid} has no memory called {name}"
-    with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
-        yield memory, range(spans[0][0], spans[-1][1])
+from tests.e2e.conftest import metric
+from tests.e2e.damage import flip_bits, memory_of
 
 
 def prompt(length: int) -> list[int]:
     return np.random.default_rng(21).integers(5, 2000, length).tolist()
-
-
-async def metric(session: aiohttp.ClientSession, url: str, name: str) -> float:
-    """The sum of a metric over all its labels."""
-    async with session.get(f"{url}/metrics") as response:
-        lines = (await response.text()).splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
 @pytest.mark.parametrize("of", ["random_model", "small_kv_model"])
@@ -60,13 +40,7 @@ async def test_flipped_bits_in_the_pool_are_caught_and_recomputed(
         for node in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
             old = cluster.kill(node)  # forgets what it holds itself
             await cluster.wait_restarted(node, old)
-        with memory_of(cluster.pid("pool-0"), "moonpool-arena") as (memory, arena):
-            memory.seek(arena.start)
-            head = np.frombuffer(memory.read(1 << 20), dtype=np.uint8)
-            used = np.flatnonzero(head)
-            for at in used[np.unique(used // 256, return_index=True)[1]].tolist():  # a bit in each 256 bytes
-                memory.seek(arena.start + at)
-                memory.write(bytes([head[at] ^ 1]))
+        flip_bits(cluster.pid("pool-0"))
         again = await cluster.complete(session, prompt(100), max_tokens=4, temperature=0.0)
         assert again.token_ids == first.token_ids
         assert judge.wrong_tokens(again) == []

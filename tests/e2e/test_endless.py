@@ -16,7 +16,8 @@ import pytest
 from engine import Model, load_model
 from engine.random_model import RandomModelSpec, write_random_model
 from engine.rolling import RollingWindow
-from tests.e2e.conftest import TOKENIZER, TOLERANCE
+from tests.e2e.conftest import TOKENIZER, TOLERANCE, metric
+from tests.e2e.damage import flip_bits
 
 BLOCK = 8
 WINDOW = 64
@@ -161,6 +162,23 @@ async def test_a_prompt_in_which_the_window_slides_survives_its_prefill_node(
     for prompt, answer in zip(prompts, await asyncio.gather(*asked), strict=True):
         assert wrong_tokens(model, prompt, answer) == []
     await cluster.wait_restarted("prefill-0", old)
+    await cluster.validate()
+
+
+async def test_flipped_bits_in_the_pool_are_caught(cluster: Any, model: Model, session: aiohttp.ClientSession) -> None:
+    prompt = np.random.default_rng(6).integers(5, 2000, 60).tolist()
+    asked = {"max_tokens": 4, "temperature": 0.0}
+    await cluster.complete(session, prompt, **asked)
+    await cluster.validate()
+    for node in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+        old = cluster.kill(node)  # forgets what it holds itself
+        await cluster.wait_restarted(node, old)
+    flip_bits(cluster.pid("pool-0"))
+    answer = await first_tokens(session, cluster, prompt, 300)
+    assert wrong_tokens(model, prompt, answer) == []
+    async with asyncio.timeout(20):  # nodes report about once a second
+        while not await metric(session, cluster.url, "moonpool:digest_mismatches_total"):
+            await asyncio.sleep(0.1)
     await cluster.validate()
 
 

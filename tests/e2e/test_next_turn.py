@@ -11,9 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.conftest import running_cluster
+from tests.e2e.conftest import metric, running_cluster
 from tests.e2e.test_conversations import MODEL, cached
-from tests.e2e.test_corruption import metric
 
 THOUGHT_CHARS = 40  # of an answer, which the history drops
 TEMPLATE = (

@@ -16,6 +16,7 @@ import pytest
 from engine import LayerSpan, Model, load_model
 from engine.random_model import RandomModelSpec, write_random_model
 from tests.e2e.conftest import TOKENIZER, Answer
+from tests.e2e.damage import flip_bits
 from tests.worker.sibling_reference import own_wrong_tokens, write_profile, wrong_tokens
 
 BLOCK = 16
@@ -131,6 +132,21 @@ async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str,
             event = json.loads(line[6:])
             assert "error" not in event, event
             yield event
+
+
+async def test_flipped_bits_in_what_the_sibling_stored_are_caught_and_computed(
+    cluster: Any, siblings: Siblings, session: aiohttp.ClientSession
+) -> None:
+    context = ids_of(15)
+    await cluster.complete(session, context, max_tokens=1)
+    await cluster.validate()
+    flip_bits(cluster.pid("pool-0"))
+    answer = await cluster.complete(
+        session, [*context, *ids_of(79, 20)], model="receiver", temperature=0.0, max_tokens=24, ignore_eos=True
+    )
+    assert answer.moonpool["sibling_tokens"] == 0
+    assert own_wrong_tokens(siblings.models[1], answer.prompt_ids, answer.token_ids) == []
+    await cluster.validate()
 
 
 async def test_without_the_siblings_kv_the_answer_is_exact(

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from settings.worker import BUNDLED_MODEL
-from tests.e2e.test_corruption import metric
+from tests.e2e.conftest import metric
 from tests.vllm_worker.test_cluster import prompts
 
 # Two engines share the GPU. Their KV has a fixed size, so that neither measures memory while the other starts; it is

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from settings.worker import BUNDLED_MODEL
-from tests.e2e.conftest import START_S
-from tests.e2e.test_corruption import memory_of, metric
+from tests.e2e.conftest import START_S, metric
+from tests.e2e.damage import memory_of
 from tests.e2e.test_tracing import spans_of
 from tests.vllm_worker.test_cluster import SAMPLED, prompts, stream
 

@@ -23,8 +23,7 @@ from moonpool.cluster_view.collector import validate_cluster
 from moonpool.cluster_view.locate import Located
 from settings.worker import BUNDLED_MODEL
 from tests.e2e.bare_roles import Role
-from tests.e2e.conftest import REST_S, START_S, Cluster
-from tests.e2e.test_corruption import metric
+from tests.e2e.conftest import REST_S, START_S, Cluster, metric
 from tests.vllm_worker.test_cluster import SAMPLED, prompts
 from tests.vllm_worker.test_handover import GREEDY, complete_all, nodes_metric
 from tools.soak.proxy import UP, FaultProxy
