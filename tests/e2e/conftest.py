@@ -263,8 +263,8 @@ class Judge:
         self._model = model
 
     def _logits(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Logits of every position, from the dense reference; of a model in int8, whose roundings a last bit of a
-        float could turn, from the kernels that serve it, in one step."""
+        """Return the logits of every position, from the dense reference; of a model in int8, whose roundings a last bit
+        of a float could turn, from the kernels that serve it, in one step."""
         model = self._model
         if not model.config.kv_scale_group:
             return model.score(ids)

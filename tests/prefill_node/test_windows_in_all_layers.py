@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from conductor.directory import Directory, WindowedBlocks
 from engine import Model, load_model
 from engine.random_model import RandomModelSpec, write_random_model
 from engine.rolling import RollingWindow
-from kvpool import keys_from_bytes, keys_u64
 from kvpool.service import PoolService
 from moonpool_proto.v1.worker_pb2 import RollingWindow as RollingMessage
 from tests.worker.node_pair import BLOCK, Pair, Start
+from tests.worker.window_reports import assert_reports_tell_what_is_usable
 from worker.policy import slots_of_prompt
 
 WINDOW, CHUNK = 24, 32
@@ -188,12 +186,8 @@ async def test_many_answers_at_once_take_each_other_s_slots(
 ) -> None:
     pair = await start_pair(pool=True, path=path, max_batch=3, prefill_options={"max_batch": 3})
     prompts = [prompt(20 + 31 * i, seed=i) for i in range(9)]
-    requests = [await pair.frontend.submit(pair.submit(ids, f"r{i}", max_tokens=30)) for i, ids in enumerate(prompts)]
-    for ids, request in zip(prompts, requests, strict=True):
-        await request.ended.wait()
-        assert request.failures == []
+    for ids, request in zip(prompts, await pair.ask_all(prompts, max_tokens=30), strict=True):
         assert request.token_ids == greedy(mistral, ids, 30)
-    await pair.at_rest()
 
 
 async def test_parity_samples_compare_nothing(
@@ -268,24 +262,4 @@ async def test_endless_answers_are_those_of_brute_force(
 async def test_a_worker_reports_what_it_can_reuse_of_its_own_memory(start_pair: Start, path: Path, prompt: Any) -> None:
     """Whatever prompt comes next, a directory of the reports finds what the worker's slots would share."""
     pair = await start_pair(path=path, prefill_options={"max_batch": 1}, max_batch=1)
-    prompts = [prompt(40 + 37 * i, seed=i % 3) for i in range(8)]
-    found = list[int]()
-    for i, ids in enumerate(prompts):
-        await pair.ask(ids, f"request {i}", max_tokens=30)
-        await asyncio.sleep(0)  # what the engine's thread has reported
-        for node in (pair.prefill.node, pair.decode.node):
-            directory, parts, slots = Directory(), node.stored_parts, node.slots.pool
-            assert parts.windowed is not None
-            assert slots.windows is not None
-            for events in node.own_blocks._snapshot():
-                directory.apply("node", events)
-            windows = WindowedBlocks(parts.windowed.kv_namespace, parts.window_blocks)
-            for each in prompts:
-                chain = pair.submit(each, "keys").chain
-                keys = [chain[at : at + 16] for at in range(0, len(chain), 16)]
-                match = directory.match(node.namespace, keys_u64(keys_from_bytes(chain)), windows)
-                usable = slots.windows.usable(slots.match(keys))
-                assert (match["node"].blocks if match else 0) == usable
-                found.append(usable)
-    assert 0 in found
-    assert max(found) > 20
+    await assert_reports_tell_what_is_usable(pair, prompt)

@@ -195,6 +195,15 @@ class Pair:
         await self.at_rest()
         return request
 
+    async def ask_all(self, prompts: list[list[int]], **options: Any) -> list[Request]:
+        """Return the requests of all prompts, asked at once, as `ask` returns one."""
+        requests = [await self.frontend.submit(self.submit(ids, f"r{i}", **options)) for i, ids in enumerate(prompts)]
+        for request in requests:
+            await request.ended.wait()
+            assert request.failures == []
+        await self.at_rest()
+        return requests
+
     def forget(self) -> None:
         """Reuse every slot of both nodes, so that nothing is left to share but what the pool has."""
         for face in (self.prefill, self.decode):
