@@ -31,6 +31,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VLLM_VENV)/.installed
+TRITON_STAMP := $(VENV)/.triton
 # One thread per process: tests and cluster share the cores, and OpenMP's spinning waiters would take them away.
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 # Many images tell Python to keep no compiled modules. Then each of the hundreds of processes that tests start compiles
@@ -79,7 +80,7 @@ lock:
 demo: $(STAMP)
 	$(BIN)/python -m moonpool demo
 
-test: $(STAMP) static
+test: $(TRITON_STAMP) static
 	@mkdir -p out
 	$(QUIET_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  --junitxml=out/tests.xml
@@ -94,6 +95,11 @@ test-nightly: $(STAMP) $(VLLM_STAMP)
 test-vllm: $(VLLM_STAMP)
 	@mkdir -p out
 	$(VLLM_PYTEST) --junitxml=out/vllm.xml $(PYTEST_ARGS)
+
+# The kernels of GPUs run in Triton's interpreter.
+$(TRITON_STAMP): $(STAMP) requirements-cuda.lock
+	$(PYTHON) .ci/install.py $(VENV) --triton
+	@touch $@
 
 $(VLLM_STAMP): pyproject.toml requirements-cpu.lock requirements-vllm.lock .ci/install.py .ci/compile_kernels.py
 	$(PYTHON) .ci/install.py $(VLLM_VENV) $(TORCH_INDEX) --vllm

@@ -1,9 +1,10 @@
 """Installs the project and its development tools into a virtual environment: with uv where it works, else with pip.
 
-    python .ci/install.py VENV [TORCH_INDEX] [--requirements FILE | --vllm]
+    python .ci/install.py VENV [TORCH_INDEX] [--requirements FILE | --vllm | --triton]
 
-With a file, what it names is installed in place of the project; with --vllm, the project and vLLM for CPUs. Only the
-standard library is used, and any Python from 3.11 on.
+With a file, what it names is installed in place of the project; with --vllm, the project and vLLM for CPUs; with
+--triton, only Triton, which comes with torch's CUDA build and whose interpreter tests need beside the CPU build. Only
+the standard library is used, and any Python from 3.11 on.
 
 Every file that is installed must have a SHA-256 of the lock files (requirements*.lock, written by `make lock`), so that
 no package source can replace another's package; nothing is built from sources but the project itself, by the locked
@@ -34,7 +35,7 @@ _NETWORK = ("cert", "client-cert", "proxy", "trusted-host")
 LOCKED = ["--no-deps", "--require-hashes", "--only-binary=:all:"]
 
 
-def main(venv: Path, torch_index: str, requirements: Path | None, with_vllm: bool) -> int:
+def main(venv: Path, torch_index: str, requirements: Path | None, what: str) -> int:
     if sys.version_info < OLDEST_PYTHON:
         print(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make setup PYTHON=python3.12")
         return 2
@@ -46,7 +47,7 @@ def main(venv: Path, torch_index: str, requirements: Path | None, with_vllm: boo
             steps = Steps(installer, torch_index)
             if not installer.prepare(Path(folder)):
                 continue
-            if steps.named(requirements) if requirements else steps.vllm() if with_vllm else steps.project():
+            if steps.named(requirements) if requirements else getattr(steps, what)():
                 return 0
             print(f"{installer.name} could not install it", flush=True)
     print("neither uv nor pip could install it; the messages above say why")
@@ -128,6 +129,13 @@ class Steps:
             return False
         return self._installer.install(*LOCKED, "-r", str(VLLM_LOCK)) and self._itself()
 
+    def triton(self) -> bool:
+        """Install the Triton of torch's CUDA build."""
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as entry:
+            entry.write(locked_entry("triton", (CUDA_LOCK,)))
+            entry.flush()
+            return self._installer.install(*LOCKED, "-r", entry.name)
+
     def _itself(self) -> bool:
         alone = ["--no-deps", "--no-build-isolation", "--no-index"]
         return self._installer.install(*alone, "-e", str(ROOT))
@@ -149,13 +157,13 @@ class Steps:
         return ["--no-index", *(f"--find-links={link}" for link in links)] if has_cpu_torch(links) else []
 
 
-def locked_entry(name: str) -> str:
+def locked_entry(name: str, locks: Sequence[Path] = LOCKS) -> str:
     """Return a package's entry of the lock files: its pinned version and the hashes of its files."""
-    for lock in LOCKS:
+    for lock in locks:
         found = re.search(rf"^{re.escape(name)}==(?:.*\\\n)*.*\n", lock.read_text(encoding="utf-8"), re.M)
         if found:
             return found[0]
-    raise SystemExit(f"{name} is not in {' or '.join(lock.name for lock in LOCKS)}: run `make lock`")
+    raise SystemExit(f"{name} is not in {' or '.join(lock.name for lock in locks)}: run `make lock`")
 
 
 def has_cpu_torch(links: Sequence[str]) -> bool:
@@ -199,7 +207,9 @@ if __name__ == "__main__":
     parser.add_argument("venv", type=Path)
     parser.add_argument("torch_index", nargs="?", default="")
     parser.add_argument("--requirements", type=Path, metavar="FILE")
-    parser.add_argument("--vllm", action="store_true")
+    kinds = parser.add_mutually_exclusive_group()
+    for kind in ("vllm", "triton"):
+        kinds.add_argument(f"--{kind}", dest="what", action="store_const", const=kind, default="project")
     given = parser.parse_args()
     requirements = given.requirements and given.requirements.absolute()
-    sys.exit(main(given.venv.absolute(), given.torch_index, requirements, given.vllm))
+    sys.exit(main(given.venv.absolute(), given.torch_index, requirements, given.what))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import KvGroupShape, ModelConfig, find_tokenizer
 from engine.errors import (
+    BackendUnavailable,
     CacheMismatch,
     CheckpointDamaged,
     ConfigInvalid,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from engine.steering import steer
 
 __all__ = [
+    "BackendUnavailable",
     "Bias",
     "CacheMismatch",
     "CheckpointDamaged",

@@ -102,6 +102,11 @@ class PagedCache:
             raise CacheMismatch(f"slot of group {group} must be in 0..{self.num_slots[group] - 1}, got {slot}")
         return self._starts[group] + slot * self.slot_nbytes(group)
 
+    def layer_view(self, layer: int) -> tuple[int, torch.Tensor]:
+        """Return a KV layer's group and its part of the slots, [slots, kv_heads, 2, block_tokens, row]."""
+        group = int(self.layer_group[layer])
+        return group, self.views[group][:, self.groups[group].layers.index(layer)]
+
     def slot_nbytes(self, group: int) -> int:
         """Return the size of one slot in bytes: all layers of the group."""
         return _slot_nbytes(self.groups[group], self.block_tokens)

@@ -4,14 +4,17 @@ Needs neither the weights nor torch. Absent keys have the defaults of `transform
 engine does not support raise `UnsupportedModel`, invalid values `ConfigInvalid`.
 """
 
-import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from engine.config_values import MAX_COUNT, ConfigReader, positive, read_json, shown
 from engine.errors import ConfigInvalid, ModelFolderMissing, TokenizerMissing, UnsupportedModel
+from engine.families import FAMILIES, OF_ARCHITECTURE, ModelFamily
+from engine.quantisation import has_int8_linears
+from engine.rope_config import LAYER_TYPES, RopeConfig, read_ropes
 
 FULL = "full"
 WINDOW = "window"
@@ -19,34 +22,8 @@ WINDOW = "window"
 SILU = "silu"
 GELU_TANH = "gelu_tanh"
 
-_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "MoonpoolForCausalLM": "moonpool",
-}
-_GEMMAS = ("gemma2", "gemma3_text")
-_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "gemma2": 4, "gemma3_text": 4}
-_DEFAULT_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}
-_DEFAULT_POSITIONS = {"gemma2": 8192, "gemma3_text": 131072}
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-T = TypeVar("T")
-_KIND_NAMES: dict[type, str] = {bool: "true or false", dict: "an object", list: "a list", int: "an integer"}
 _MAX_LAYERS = 10_000
-_MAX_COUNT = 2**31 - 1  # largest number of tokens, positions or dimensions
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding; `scaling` holds the parameters of its `rope_type` under their names in config.json."""
-
-    rope_type: str
-    theta: float
-    scaling: tuple[tuple[str, float], ...] = ()
+_MAX_EXPERTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -66,6 +43,19 @@ class KvGroupShape:
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """A mixture of experts: `count` MLPs, of which each token uses the `per_token` to which the router gives the most.
+
+    A token's experts have the shares that the router's softmax gives them, divided by their sum if they are `scaled`.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int  # of each expert
+    scaled: bool
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder of the Llama kind, described by what it computes instead of by its architecture's name."""
 
@@ -82,6 +72,8 @@ class ModelConfig:
     ropes: tuple[RopeConfig, ...]
     layer_ropes: tuple[int, ...]  # per layer; index into `ropes`
     layer_windows: tuple[int, ...]  # per layer; 0 = full attention
+    experts: ExpertShape | None
+    sparse_layers: tuple[int, ...]  # layers that have experts instead of an MLP
     kv_owners: tuple[int, ...]  # per layer; the layer whose keys and values it attends to, itself if it computes them
     attention_scale: float  # of the products of queries and keys
     attention_softcap: float  # scores become cap * tanh(score / cap); 0 = they do not
@@ -110,12 +102,28 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @cached_property
+    def mlp_places(self) -> tuple[int, ...]:
+        """Return each layer's number among the layers with an MLP, or among those with experts."""
+        sparse, places, counts = set(self.sparse_layers), list[int](), [0, 0]
+        for layer in range(self.num_layers):
+            places.append(counts[layer in sparse])
+            counts[layer in sparse] += 1
+        return tuple(places)
+
     @property
+    def mlp_sizes(self) -> tuple[int, ...]:
+        """Return the intermediate values of a token in each layer, those of all its experts together."""
+        of_experts = self.experts.per_token * self.experts.intermediate_size if self.experts else 0
+        sparse = set(self.sparse_layers)
+        return tuple(of_experts if layer in sparse else self.intermediate_size for layer in range(self.num_layers))
+
+    @cached_property
     def kv_layers(self) -> tuple[int, ...]:
         """Return the layers that own KV; a KV layer's number is its index here."""
         return tuple(layer for layer, owner in enumerate(self.kv_owners) if owner == layer)
 
-    @property
+    @cached_property
     def used_kv_layers(self) -> tuple[int, ...]:
         """Return the number of the KV layer that each layer uses."""
         numbers = {layer: number for number, layer in enumerate(self.kv_layers)}
@@ -157,8 +165,8 @@ def read_config(folder: Path) -> ModelConfig:
     if not (folder / "config.json").is_file():
         raise ModelFolderMissing(f"{folder} has no config.json: it is not a Hugging Face model folder")
     generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.is_file() else {}
-    return parse_config(_read_json(folder / "config.json"), generation, where=str(folder / "config.json"))
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    return parse_config(read_json(folder / "config.json"), generation, where=str(folder / "config.json"))
 
 
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where: str) -> ModelConfig:
@@ -166,13 +174,14 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
 
     Raises `ConfigInvalid` or `UnsupportedModel`.
     """
-    read = _Reader(raw, where)
-    family = _family(read)
+    read = ConfigReader(raw, where)
+    of = _family(read)
+    family = of.name
     _refuse_features(read, family)
     hidden = read.count("hidden_size")
     heads = read.count("num_attention_heads")
-    kv_heads = read.count("num_key_value_heads", _DEFAULT_KV_HEADS.get(family, heads))
-    head_dim = read.count("head_dim", _DEFAULT_HEAD_DIM.get(family, max(hidden // heads, 1)))
+    kv_heads = read.count("num_key_value_heads", of.kv_heads or heads)
+    head_dim = read.count("head_dim", of.head_dim or max(hidden // heads, 1))
     num_layers = read.count("num_hidden_layers", most=_MAX_LAYERS)
     if heads % kv_heads:
         raise ConfigInvalid(
@@ -180,10 +189,11 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
         )
     if head_dim % 2:
         raise ConfigInvalid(f"{where}: head_dim must be even for rotary embedding, got {head_dim}")
-    attention_bias = family not in ("mistral", "qwen2") and read.typed("attention_bias", bool, False)
-    gemma = family in _GEMMAS
+    attention_bias = of.attention_bias and read.typed("attention_bias", bool, False)
+    gemma = of.is_gemma
     windows = _layer_windows(read, family, num_layers)
-    ropes = _ropes(read, family)
+    ropes = read_ropes(read, by_layer_type=family == "gemma3_text")
+    experts, sparse_layers = _experts(read, family, num_layers)
     return ModelConfig(
         family=family,
         vocab_size=read.count("vocab_size"),
@@ -193,13 +203,15 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=read.count("max_position_embeddings", _DEFAULT_POSITIONS.get(family, 2048)),
+        max_positions=read.count("max_position_embeddings", of.max_positions),
         rms_norm_eps=read.positive("rms_norm_eps", 1e-6),
         ropes=ropes,
         layer_ropes=tuple(len(ropes) - 1 if window else 0 for window in windows),
         layer_windows=windows,
+        experts=experts,
+        sparse_layers=sparse_layers,
         kv_owners=_kv_owners(read, family, windows),
-        int8_linears=_int8_linears(read),
+        int8_linears=has_int8_linears(read),
         kv_scale_group=_kv_scale_group(read, family, head_dim),
         attention_scale=(read.positive("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
         attention_softcap=_softcap(read, "attn_logit_softcapping", 50.0) if family == "gemma2" else 0.0,
@@ -211,8 +223,8 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
         embedding_scale=hidden**0.5 if gemma else 1.0,
         qkv_bias=attention_bias or family == "qwen2",
         attention_out_bias=attention_bias,
-        mlp_bias=family in ("llama", "moonpool") and read.typed("mlp_bias", bool, False),
-        qk_norm=family in ("qwen3", "gemma3_text"),
+        mlp_bias=of.mlp_bias and read.typed("mlp_bias", bool, False),
+        qk_norm=of.qk_norm,
         tie_word_embeddings=read.typed("tie_word_embeddings", bool, gemma),
         checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=_eos(generation.get("eos_token_id", raw.get("eos_token_id")), where),
@@ -220,86 +232,30 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
     )
 
 
-class _Reader:
-    """Typed access to config.json. Errors name the file, the key and the value."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw = raw
-        self.where = where
-
-    def typed(self, key: str, kind: type[T], default: T) -> T:
-        value = self.raw.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ConfigInvalid(f"{self.where}: {key} must be {_KIND_NAMES[kind]}, got {value!r}")
-        return value
-
-    def count(self, key: str, default: int | None = None, *, most: int = _MAX_COUNT) -> int:
-        value = self.raw.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ConfigInvalid(f"{self.where}: {key} must be a positive integer, got {value!r}")
-        if value > most:
-            raise ConfigInvalid(f"{self.where}: {key} must be at most {most}, got {_rounded(value)}")
-        return value
-
-    def positive(self, key: str, default: float | None = None) -> float:
-        value = self.raw.get(key)
-        value = default if value is None else value
-        return _positive(value, f"{self.where}: {key}")
-
-
-def _positive(value: Any, what: str) -> float:
-    """Return `value` as a float. Raises `ConfigInvalid`, naming `what`, unless it is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise ConfigInvalid(f"{what} must be a positive number, got {_shown(value)}")
-    return float(value)
-
-
-def _rounded(value: int) -> str:
-    return f"{value:.3g}" if value <= sys.float_info.max else _shown(value)
-
-
-def _shown(value: object) -> str:
-    """Return a value for an error, shortened: a file may hold integers that Python does not convert to decimal."""
-    return _shortened(hex(value) if isinstance(value, int) and value.bit_length() > 64 else repr(value))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigInvalid(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigInvalid(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _family(read: _Reader) -> str:
+def _family(read: ConfigReader) -> ModelFamily:
     where = read.where
     names = read.typed("architectures", list, [])
-    supported = ", ".join(_ARCHITECTURES)
     for name in names:
-        if isinstance(name, str) and name in _ARCHITECTURES:
-            return _ARCHITECTURES[name]
+        if isinstance(name, str) and name in OF_ARCHITECTURE:
+            return OF_ARCHITECTURE[name]
+    supported = ", ".join(OF_ARCHITECTURE)
+    advice = f"(supported: {supported}); --engine vllm serves what vLLM supports"
     if names:
         raise UnsupportedModel(
-            f"{where}: architecture {', '.join(map(str, names))} is not supported (supported: {supported})"
+            f"{where}: architecture {', '.join(map(str, names))} is not supported by the native engine {advice}"
         )
     model_type = read.raw.get("model_type")
-    if model_type in _ARCHITECTURES.values():
-        return str(model_type)
-    raise UnsupportedModel(f"{where}: neither architectures nor model_type ({model_type!r}) names one of {supported}")
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    raise UnsupportedModel(
+        f"{where}: neither architectures nor model_type ({model_type!r}) names one that the native engine supports "
+        f"{advice}"
+    )
 
 
-def _refuse_features(read: _Reader, family: str) -> None:
+def _refuse_features(read: ConfigReader, family: str) -> None:
     where = read.where
-    if family in _GEMMAS:
+    if FAMILIES[family].is_gemma:
         if (activation := read.raw.get("hidden_activation") or "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
             raise UnsupportedModel(f"{where}: hidden_activation must be gelu_pytorch_tanh, got {activation!r}")
         if read.typed("use_bidirectional_attention", bool, False):
@@ -310,69 +266,26 @@ def _refuse_features(read: _Reader, family: str) -> None:
         raise UnsupportedModel(f"{where}: hidden_act must be silu, got {activation!r}")
 
 
-def _softcap(read: _Reader, key: str, default: float) -> float:
+def _softcap(read: ConfigReader, key: str, default: float) -> float:
     """Return the cap, 0 if the key is null or, without a default, absent."""
     value = read.raw.get(key, default) or 0.0
-    return _positive(value, f"{read.where}: {key}") if value else 0.0
+    return positive(value, f"{read.where}: {key}") if value else 0.0
 
 
-def _ropes(read: _Reader, family: str) -> tuple[RopeConfig, ...]:
-    """Return the rotary parameters: of full attention first, then of windows if they are different ones.
-
-    They are read from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier).
-    """
-    given = read.typed("rope_scaling", dict, {}) | read.typed("rope_parameters", dict, {})
-    if family != "gemma3_text":
-        return (_rope(read, given, read.raw.get("rope_theta")),)
-    of_type = [_Reader(given, f"{read.where}: rope_parameters").typed(key, dict, {}) for key in _LAYER_TYPES]
-    if not any(of_type):
-        of_type[0] = given
-    thetas = read.raw.get("rope_theta") or 1e6, read.raw.get("rope_local_base_freq") or 1e4
-    return tuple(_rope(read, dict(each), theta) for each, theta in zip(of_type, thetas, strict=True))
-
-
-def _rope(read: _Reader, given: dict[str, Any], theta: Any) -> RopeConfig:
-    """Return the rotary parameters in `given`, whose base is `theta` unless it has one."""
-    raw, where = read.raw, read.where
-    rope_type = given.pop("rope_type", None) or given.pop("type", None) or "default"
-    given.pop("type", None)
-    if any(isinstance(value, dict) for value in given.values()):
-        raise UnsupportedModel(f"{where}: rotary parameters per layer type are not supported")
-    theta = _positive(given.pop("rope_theta", None) or theta or 10000.0, f"{where}: rope_theta")
-    partial = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise UnsupportedModel(f"{where}: partial_rotary_factor must be 1.0, got {partial}")
-    if rope_type not in _ROPE_TYPES:
-        raise UnsupportedModel(f"{where}: rope_type must be one of {', '.join(_ROPE_TYPES)}, got {rope_type!r}")
-    if rope_type == "default":
-        return RopeConfig("default", theta)
-    if given.get("original_max_position_embeddings") is None:
-        given["original_max_position_embeddings"] = raw.get("max_position_embeddings", 2048)
-    needed = {"linear": ["factor"], "yarn": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
-    for key in needed[rope_type]:
-        _positive(given.get(key), f"{where}: {key} of rope_type {rope_type!r}")
-    numbers = {
-        key: float(value)
-        for key, value in given.items()
-        if isinstance(value, int | float) and abs(value) <= sys.float_info.max
-    }
-    return RopeConfig(rope_type, theta, tuple(sorted(numbers.items())))
-
-
-def _layer_windows(read: _Reader, family: str, num_layers: int) -> tuple[int, ...]:
+def _layer_windows(read: ConfigReader, family: str, num_layers: int) -> tuple[int, ...]:
     """Return the sliding window of each layer, 0 for full attention, by the rules of the family in transformers."""
     if family == "llama":
         return (0,) * num_layers
     where = read.where
-    window = read.raw.get("sliding_window", None if family == "moonpool" else 4096)
-    if family in ("qwen2", "qwen3") and not read.typed("use_sliding_window", bool, False):
+    window = read.raw.get("sliding_window", None if family in ("moonpool", "mixtral") else 4096)
+    if family in ("qwen2", "qwen3", "qwen3_moe") and not read.typed("use_sliding_window", bool, False):
         window = None
-    if window is not None and not (type(window) is int and 0 < window <= _MAX_COUNT):
-        raise ConfigInvalid(f"{where}: sliding_window must be a positive integer or null, got {_shown(window)}")
-    if family == "mistral":
+    if window is not None and not (type(window) is int and 0 < window <= MAX_COUNT):
+        raise ConfigInvalid(f"{where}: sliding_window must be a positive integer or null, got {shown(window)}")
+    if family in ("mistral", "mixtral", "qwen3_moe"):
         return (window or 0,) * num_layers
     if read.raw.get("layer_types") is None:
-        if family in _GEMMAS:
+        if FAMILIES[family].is_gemma:
             pattern = 2 if family == "gemma2" else read.count("sliding_window_pattern", 6)
             return tuple(window or 0 if (i + 1) % pattern else 0 for i in range(num_layers))
         first = 0 if family == "moonpool" else read.typed("max_window_layers", int, 28)
@@ -382,55 +295,41 @@ def _layer_windows(read: _Reader, family: str, num_layers: int) -> tuple[int, ..
         raise ConfigInvalid(
             f"{where}: layer_types must have num_hidden_layers ({num_layers}) entries, got {len(types)}"
         )
-    if unknown := {str(kind) for kind in types} - set(_LAYER_TYPES):
+    if unknown := {str(kind) for kind in types} - set(LAYER_TYPES):
         raise UnsupportedModel(f"{where}: layer_types {', '.join(sorted(unknown))} are not supported")
     if "sliding_attention" in types and window is None:
         raise ConfigInvalid(f"{where}: layer_types has sliding_attention but sliding windows are off")
     return tuple(window or 0 if kind == "sliding_attention" else 0 for kind in types)
 
 
-_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
-INT8_WEIGHTS: dict[str, object] = {**_INT8, "strategy": "channel"}
-INT8_ACTIVATIONS: dict[str, object] = {**_INT8, "strategy": "token", "dynamic": True}
-"""Schemes in compressed-tensors' `quantization_config` for linear layers in int8."""
+def _experts(read: ConfigReader, family: str, num_layers: int) -> tuple[ExpertShape | None, tuple[int, ...]]:
+    """Return the experts and the layers that have them, by the rules of the family in transformers."""
+    if family not in ("mixtral", "qwen3_moe"):
+        return None, ()
+    where, qwen = read.where, family == "qwen3_moe"
+    named = "num_experts" if "num_experts" in read.raw else "num_local_experts"
+    count = read.count(named, 128 if qwen else 8, most=_MAX_EXPERTS)
+    per_token = read.count("num_experts_per_tok", 8 if qwen else 2)
+    if per_token > count:
+        raise ConfigInvalid(f"{where}: num_experts_per_tok must be at most {named} ({count}), got {per_token}")
+    if read.typed("quantization_config", dict, {}):
+        raise UnsupportedModel(
+            f"{where}: quantization_config is not supported for mixtures of experts by the native engine; "
+            "--engine vllm serves what vLLM supports"
+        )
+    if not qwen:
+        return ExpertShape(count, per_token, read.count("intermediate_size"), scaled=True), tuple(range(num_layers))
+    every = read.count("decoder_sparse_step", 1)
+    dense = read.typed("mlp_only_layers", list, [])
+    if not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):
+        raise ConfigInvalid(f"{where}: mlp_only_layers must hold layer numbers below {num_layers}, got {shown(dense)}")
+    with_mlp = set(dense)
+    sparse = tuple(layer for layer in range(num_layers) if layer not in with_mlp and (layer + 1) % every == 0)
+    size, scaled = read.count("moe_intermediate_size", 768), read.typed("norm_topk_prob", bool, False)
+    return (ExpertShape(count, per_token, size, scaled) if sparse else None), sparse
 
 
-def _int8_linears(read: _Reader) -> bool:
-    """Return whether `quantization_config` says that all linear layers but the head are in int8; False if absent."""
-    given = read.typed("quantization_config", dict, {})
-    if not given:
-        return False
-
-    def require(key: str, value: object, wanted: object) -> None:
-        if value != wanted:
-            found = _shortened(json.dumps(value))
-            raise UnsupportedModel(
-                f"{read.where}: quantization_config.{key} must be {json.dumps(wanted)}, got {found}: of "
-                "quantized weights, only compressed-tensors in int8 is supported, per channel, with activations in "
-                "int8, per token and dynamic"
-            )
-
-    require("quant_method", given.get("quant_method"), "compressed-tensors")
-    require("format", given.get("format"), "int-quantized")
-    require("kv_cache_scheme", given.get("kv_cache_scheme"), None)
-    groups = _Reader(given, f"{read.where}: quantization_config").typed("config_groups", dict, {})
-    require("config_groups", len(groups), 1)
-    (name, group), *_ = groups.items()
-    group = group if isinstance(group, dict) else {}
-    require(f"config_groups.{name}.targets", group.get("targets"), ["Linear"])
-    for part, wanted in (("weights", INT8_WEIGHTS), ("input_activations", INT8_ACTIVATIONS)):
-        scheme = group.get(part)
-        for key, value in wanted.items():
-            found = scheme.get(key) if isinstance(scheme, dict) else None
-            require(f"config_groups.{name}.{part}.{key}", found, value)
-    require(f"config_groups.{name}.output_activations", group.get("output_activations"), None)
-    ignored = given.get("ignore") or []
-    if ignored or not read.typed("tie_word_embeddings", bool, False):
-        require("ignore", ignored, ["lm_head"])
-    return True
-
-
-def _kv_scale_group(read: _Reader, family: str, head_dim: int) -> int:
+def _kv_scale_group(read: ConfigReader, family: str, head_dim: int) -> int:
     """Return `kv_scale_group`, by default two groups per row, if `kv_dtype` is int8; 0 otherwise."""
     where = read.where
     if family != "moonpool":
@@ -448,7 +347,7 @@ def _kv_scale_group(read: _Reader, family: str, head_dim: int) -> int:
     return group
 
 
-def _kv_owners(read: _Reader, family: str, windows: tuple[int, ...]) -> tuple[int, ...]:
+def _kv_owners(read: ConfigReader, family: str, windows: tuple[int, ...]) -> tuple[int, ...]:
     """Return the layer whose KV each layer uses: from `kv_owners`, or by Gemma 3n's rule from `num_kv_shared_layers`.
 
     By that rule, each of the last layers uses the KV of the last layer before them that has the same window.
@@ -490,15 +389,15 @@ def _window_name(window: int) -> str:
 def _eos(value: Any, where: str) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(map(_is_token_id, ids)):
-        raise ConfigInvalid(f"{where}: eos_token_id must be an id or a list of ids, got {_shown(value)}")
+        raise ConfigInvalid(f"{where}: eos_token_id must be an id or a list of ids, got {shown(value)}")
     return tuple(ids)
 
 
 def _bos(value: Any, where: str) -> int | None:
     if value is not None and not _is_token_id(value):
-        raise ConfigInvalid(f"{where}: bos_token_id must be an id or null, got {_shown(value)}")
+        raise ConfigInvalid(f"{where}: bos_token_id must be an id or null, got {shown(value)}")
     return value  # type: ignore[no-any-return]
 
 
 def _is_token_id(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_COUNT
+    return type(value) is int and 0 <= value <= MAX_COUNT

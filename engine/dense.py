@@ -6,11 +6,12 @@ It shares only the weights with the serving path, so that each can be verified a
 import torch
 import torch.nn.functional as F
 
-from engine.config import SILU, ModelConfig, RopeConfig
+from engine.config import SILU, ModelConfig
 from engine.int8_linear import linear as int8_linear
 from engine.int8_rows import rounded
 from engine.rolling import RollingWindow
 from engine.rope import inverse_frequencies
+from engine.rope_config import RopeConfig
 from engine.weights import DecoderWeights
 
 
@@ -32,11 +33,32 @@ def score_dense(
         h = _attention(config, weights, layer, h, rotations[config.layer_ropes[layer]], kept, rolling)
         x = x + (_rms_norm(h, weights.attention_post_norm[layer], eps) if config.post_norms else h)
         h = _rms_norm(x, weights.mlp_norm[layer], eps)
-        gate, up = _linear(weights, "gate_up", layer, h).chunk(2, dim=-1)
-        active = F.silu(gate) if config.activation == SILU else F.gelu(gate, approximate="tanh")
-        h = _linear(weights, "down", layer, active * up)
+        place = config.mlp_places[layer]
+        if layer in config.sparse_layers:
+            h = _mix_experts(config, weights, place, h)
+        else:
+            h = _linear(weights, "down", place, _gated(config, _linear(weights, "gate_up", place, h)))
         x = x + (_rms_norm(h, weights.mlp_post_norm[layer], eps) if config.post_norms else h)
     return _capped((_rms_norm(x, weights.final_norm, eps) @ weights.head.t()).float(), config.logits_softcap)
+
+
+def _gated(config: ModelConfig, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return up * (F.silu(gate) if config.activation == SILU else F.gelu(gate, approximate="tanh"))
+
+
+def _mix_experts(config: ModelConfig, weights: DecoderWeights, place: int, h: torch.Tensor) -> torch.Tensor:
+    """Return what the experts of one layer make of h [n, d]: the sum, by share, over each token's experts."""
+    assert config.experts is not None
+    shares, chosen = (h @ weights.router[place]).float().softmax(dim=-1).topk(config.experts.per_token, dim=-1)
+    if config.experts.scaled:
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+    mixed = torch.zeros_like(h)
+    for expert in range(config.experts.count):
+        share = (shares * (chosen == expert)).sum(dim=-1, keepdim=True)  # [n, 1]; 0 for tokens that do not use it
+        made = _gated(config, h @ weights.experts_gate_up[place, expert]) @ weights.experts_down[place, expert]
+        mixed = mixed + torch.where(share > 0, (made * share).to(h.dtype), 0)
+    return mixed
 
 
 def _attention(

@@ -10,6 +10,7 @@ EngineError
 ├── HubError                a model cannot be downloaded from the Hugging Face hub, nor is it in its cache
 ├── UnsupportedModel        well-formed, but needs a feature that this engine does not support
 ├── DeviceUnavailable       the requested device or dtype is not available on this machine
+├── BackendUnavailable      the requested backend does not exist, or cannot run the model on the device
 ├── CacheMismatch           cache memory, slot counts and groups do not match
 ├── InvalidBatch            a forward batch is invalid for the model or the cache
 └── SamplingError           sampling parameters are out of range, or logits are not finite
@@ -80,6 +81,10 @@ class UnsupportedModel(EngineError):
 
 class DeviceUnavailable(EngineError):
     """The requested device or dtype is not available on this machine."""
+
+
+class BackendUnavailable(EngineError):
+    """The requested backend does not exist, or cannot run the model on the device."""
 
 
 class CacheMismatch(EngineError):

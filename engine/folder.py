@@ -21,6 +21,7 @@ class TensorPart:
     field: str
     name: str
     shape: tuple[int, ...]  # in the checkpoint
+    place: tuple[int, ...]  # leading indices in the stacked tensor: of the layer, or of layer and expert
     first_column: int = 0
     is_int8: bool = False
 
@@ -59,41 +60,61 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
 
 def layer_parts(config: ModelConfig, layer: int) -> Iterator[TensorPart]:
     """Yield the tensors of one layer. A layer that uses the KV of another one has no weights for keys and values."""
-    d, f, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
-    yield TensorPart("attention_norm", "input_layernorm.weight", (d,))
+    d, q, kv, here = config.hidden_size, config.q_size, config.kv_size, (layer,)
+    yield TensorPart("attention_norm", "input_layernorm.weight", (d,), here)
     if config.post_norms:
-        yield TensorPart("attention_post_norm", "post_attention_layernorm.weight", (d,))
-        yield TensorPart("mlp_norm", "pre_feedforward_layernorm.weight", (d,))
-        yield TensorPart("mlp_post_norm", "post_feedforward_layernorm.weight", (d,))
+        yield TensorPart("attention_post_norm", "post_attention_layernorm.weight", (d,), here)
+        yield TensorPart("mlp_norm", "pre_feedforward_layernorm.weight", (d,), here)
+        yield TensorPart("mlp_post_norm", "post_feedforward_layernorm.weight", (d,), here)
     else:
-        yield TensorPart("mlp_norm", "post_attention_layernorm.weight", (d,))
+        yield TensorPart("mlp_norm", "post_attention_layernorm.weight", (d,), here)
     if config.attention_sinks:
-        yield TensorPart("sinks", "self_attn.sinks", (config.num_heads,))
+        yield TensorPart("sinks", "self_attn.sinks", (config.num_heads,), here)
     columns = (("q", q, 0), ("k", kv, q), ("v", kv, q + kv))
     for projection, size, column in columns if config.kv_owners[layer] == layer else columns[:1]:
-        yield from _matrix(config, "qkv", f"self_attn.{projection}_proj.weight", (size, d), column)
+        yield from _matrix(config, "qkv", f"self_attn.{projection}_proj.weight", (size, d), here, column)
         if config.qkv_bias:
-            yield TensorPart("qkv_bias", f"self_attn.{projection}_proj.bias", (size,), column)
+            yield TensorPart("qkv_bias", f"self_attn.{projection}_proj.bias", (size,), here, column)
         if config.qk_norm and projection in "qk":
-            yield TensorPart(f"{projection}_norm", f"self_attn.{projection}_norm.weight", (config.head_dim,))
-    yield from _matrix(config, "out", "self_attn.o_proj.weight", (d, q))
+            yield TensorPart(f"{projection}_norm", f"self_attn.{projection}_norm.weight", (config.head_dim,), here)
+    yield from _matrix(config, "out", "self_attn.o_proj.weight", (d, q), here)
     if config.attention_out_bias:
-        yield TensorPart("out_bias", "self_attn.o_proj.bias", (d,))
+        yield TensorPart("out_bias", "self_attn.o_proj.bias", (d,), here)
+    mlp = (config.mlp_places[layer],)
+    yield from _experts(config, mlp) if layer in config.sparse_layers else _mlp(config, mlp)
+
+
+def _mlp(config: ModelConfig, here: tuple[int, ...]) -> Iterator[TensorPart]:
+    d, f = config.hidden_size, config.intermediate_size
     for projection, column in (("gate", 0), ("up", f)):
-        yield from _matrix(config, "gate_up", f"mlp.{projection}_proj.weight", (f, d), column)
+        yield from _matrix(config, "gate_up", f"mlp.{projection}_proj.weight", (f, d), here, column)
         if config.mlp_bias:
-            yield TensorPart("gate_up_bias", f"mlp.{projection}_proj.bias", (f,), column)
-    yield from _matrix(config, "down", "mlp.down_proj.weight", (d, f))
+            yield TensorPart("gate_up_bias", f"mlp.{projection}_proj.bias", (f,), here, column)
+    yield from _matrix(config, "down", "mlp.down_proj.weight", (d, f), here)
     if config.mlp_bias:
-        yield TensorPart("down_bias", "mlp.down_proj.bias", (d,))
+        yield TensorPart("down_bias", "mlp.down_proj.bias", (d,), here)
+
+
+def _experts(config: ModelConfig, here: tuple[int, ...]) -> Iterator[TensorPart]:
+    assert config.experts is not None
+    d, f = config.hidden_size, config.experts.intermediate_size
+    block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
+    if config.family == "mixtral":
+        block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+    yield TensorPart("router", f"{block}.gate.weight", (config.experts.count, d), here)
+    for expert in range(config.experts.count):
+        name, place = f"{block}.experts.{expert}", (*here, expert)
+        yield TensorPart("experts_gate_up", f"{name}.{gate}.weight", (f, d), place)
+        yield TensorPart("experts_gate_up", f"{name}.{up}.weight", (f, d), place, f)
+        yield TensorPart("experts_down", f"{name}.{down}.weight", (d, f), place)
 
 
 def _matrix(
-    config: ModelConfig, field: str, name: str, shape: tuple[int, int], column: int = 0
+    config: ModelConfig, field: str, name: str, shape: tuple[int, int], place: tuple[int, ...], column: int = 0
 ) -> Iterator[TensorPart]:
-    yield TensorPart(field, name, shape, column, is_int8=config.int8_linears)
+    yield TensorPart(field, name, shape, place, column, is_int8=config.int8_linears)
     if config.int8_linears:
-        yield TensorPart(f"{field}_scale", name + SCALE_SUFFIX, (shape[0], 1), column)
+        yield TensorPart(f"{field}_scale", name + SCALE_SUFFIX, (shape[0], 1), place, column)
 
 
 _DTYPES = {"F32", "F16", "BF16"}

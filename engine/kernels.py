@@ -167,6 +167,8 @@ class DecoderDims(NamedTuple):
     scale: np.float32  # of the products of queries and keys
     softcap: np.float32  # of the scores; 0 = none
     gelu: bool  # the gate's activation is GELU's tanh form, not SiLU
+    expert_size: int  # intermediate size of an expert; 0 = the model has none
+    experts_scaled: bool  # the shares of a token's experts are divided by their sum
 
 
 class KernelWeights(NamedTuple):
@@ -191,6 +193,9 @@ class KernelWeights(NamedTuple):
     down: Floats
     down_scale: Floats
     down_bias: Floats
+    router: Floats
+    experts_gate_up: Floats
+    experts_down: Floats
 
 
 class StepArrays(NamedTuple):
@@ -208,6 +213,8 @@ class StepArrays(NamedTuple):
     sin: Floats
     layer_ropes: Ints  # [L]
     layer_owns: npt.NDArray[np.bool_]  # [L]: whether the layer computes the KV that it uses
+    layer_sparse: npt.NDArray[np.bool_]  # [L]: whether the layer has experts instead of an MLP
+    mlp_places: Ints  # [L]: the layer's number among those
     memory: Floats  # the whole cache; of an int8 cache, decoded slots of one layer: of all chunks, or of one at a time
     coded: Bytes  # the whole int8 cache; otherwise empty
     scale_group: int
@@ -225,7 +232,9 @@ class StepArrays(NamedTuple):
 
 
 class WorkBuffers(NamedTuple):
-    """Work buffers of N rows; `scores` has one value per position. The last three are for linear layers in int8."""
+    """Work buffers of N rows; `scores` has one value per position. `steps`, `products` and `token_scales` are for
+    linear layers in int8; what follows is for experts, of which each row uses T.
+    """
 
     x: Floats
     hidden: Floats
@@ -237,6 +246,15 @@ class WorkBuffers(NamedTuple):
     steps: Floats  # [N * the most inputs]
     products: Floats  # [N * the most outputs]
     token_scales: Floats  # [N]
+    router: Floats  # [N, experts]
+    chosen: Ints  # [N, T]: each row's experts, in the order of their shares
+    shares: Floats  # [N, T]
+    taken: Ints  # [N]: entries of `chosen` that are those of one expert
+    expert_in: Floats  # [N, d]: the rows of one expert
+    expert_gate_up: Floats  # [N, 2G]
+    expert_gated: Floats  # [N, G]
+    expert_out: Floats  # [N, d]
+    made: Floats  # [N * T, d]: what each entry of `chosen` makes of its row
 
 
 def _kernel(fastmath: set[str]) -> Callable[[_F], _F]:
@@ -769,6 +787,79 @@ def put_mixed(mixed: Floats, norms: Floats, first: int, out: Floats) -> None:
 
 
 @_kernel(_CONTRACT)
+def choose_experts(logits: Floats, scaled: bool, chosen: Ints, shares: Floats) -> None:
+    """Write the experts of each row of logits [N, E] to chosen [N, T], in the order of their shares, and the shares.
+
+    Of equal shares the lower expert's is first. Overwrites the logits.
+    """
+    for i in range(logits.shape[0]):
+        row = logits[i]
+        total = _exp_sum(row, _max(row), np.float32(1.0))
+        kept = np.float32(0.0)
+        for r in range(chosen.shape[1]):
+            best = 0
+            for e in range(1, row.size):
+                if row[e] > row[best]:
+                    best = e
+            chosen[i, r], shares[i, r] = best, row[best] / total
+            kept += shares[i, r]
+            row[best] = np.float32(-1.0)
+        if scaled:
+            for r in range(chosen.shape[1]):
+                shares[i, r] /= kept
+
+
+@_kernel(_CONTRACT)
+def take_rows(expert: int, hidden: Floats, work: WorkBuffers) -> int:
+    """Copy the rows of hidden [N, d] that use an expert to `work.expert_in`; return how many they are."""
+    count, per_token = 0, work.chosen.shape[1]
+    for i in range(hidden.shape[0]):
+        for r in range(per_token):
+            if work.chosen[i, r] == expert:
+                work.expert_in[count] = hidden[i]
+                work.taken[count] = i * per_token + r
+                count += 1
+    return count
+
+
+@_kernel(_CONTRACT)
+def put_made(count: int, work: WorkBuffers) -> None:
+    """Write what an expert made of its rows to `work.made`."""
+    for n in range(count):
+        work.made[work.taken[n]] = work.expert_out[n]
+
+
+@_kernel(_CONTRACT)
+def add_made(work: WorkBuffers, out: Floats) -> None:
+    """Add what its experts made of each row to out [N, d], by their shares."""
+    per_token = work.chosen.shape[1]
+    for i in range(out.shape[0]):
+        y = out[i]
+        for r in range(per_token):
+            share, made = work.shares[i, r], work.made[i * per_token + r]
+            for j in range(y.size):
+                y[j] += share * made[j]
+
+
+@_kernel(_CONTRACT)
+def add_experts(place: int, shape: DecoderDims, weights: KernelWeights, work: WorkBuffers) -> None:
+    """Add what the experts of a layer make of work.hidden [N, d] to work.x."""
+    none = work.scores[:0]
+    depth, experts, size = work.hidden.shape[1], work.router.shape[1], shape.expert_size
+    multiply(work.hidden, weights.router[place], none, work.router, False, experts)
+    choose_experts(work.router, shape.experts_scaled, work.chosen, work.shares)
+    for expert in range(experts):
+        count = take_rows(expert, work.hidden, work)
+        if count:
+            gate_up, gated = work.expert_gate_up[:count], work.expert_gated[:count]
+            multiply(work.expert_in[:count], weights.experts_gate_up[place, expert], none, gate_up, False, 2 * size)
+            gate(gate_up, shape.gelu, gated)
+            multiply(gated, weights.experts_down[place, expert], none, work.expert_out[:count], False, depth)
+            put_made(count, work)
+    add_made(work, work.x)
+
+
+@_kernel(_CONTRACT)
 def run_layers(
     first: int, last: int, shape: DecoderDims, weights: KernelWeights, step: StepArrays, work: WorkBuffers, rows: Ints
 ) -> None:
@@ -798,14 +889,18 @@ def run_layers(
         else:
             project(mixed, weights.out[layer], scale, bias, x, True, width, work)
         rms_norm(x, weights.mlp_norm[layer], shape.eps, hidden)
+        place = step.mlp_places[layer]
+        if step.layer_sparse[layer]:
+            add_experts(place, shape, weights, work)
+            continue
         gates = weights.gate_up.shape[2]
-        scale, bias = weights.gate_up_scale[layer], weights.gate_up_bias[layer]
-        project(hidden, weights.gate_up[layer], scale, bias, work.gate_up, False, gates, work)
+        scale, bias = weights.gate_up_scale[place], weights.gate_up_bias[place]
+        project(hidden, weights.gate_up[place], scale, bias, work.gate_up, False, gates, work)
         gate(work.gate_up, shape.gelu, work.gated)
         post_norm = weights.mlp_post_norm[layer]
-        scale, bias = weights.down_scale[layer], weights.down_bias[layer]
+        scale, bias = weights.down_scale[place], weights.down_bias[place]
         if post_norm.size:
-            project(work.gated, weights.down[layer], scale, bias, hidden, False, width, work)
+            project(work.gated, weights.down[place], scale, bias, hidden, False, width, work)
             add_normed(hidden, post_norm, shape.eps, x)
         else:
-            project(work.gated, weights.down[layer], scale, bias, x, True, width, work)
+            project(work.gated, weights.down[place], scale, bias, x, True, width, work)

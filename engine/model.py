@@ -5,35 +5,28 @@ import json
 import threading
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import FlatBatch, ForwardBatch, LayerHook, SequenceChunk, flatten_batch
+from engine.backends.compiled import CompiledBackend
+from engine.backends.interface import Backend
+from engine.backends.registry import AUTO, BackendKind, Placement, choose_backend
+from engine.batch import ForwardBatch, LayerHook, SequenceChunk, flatten_batch
 from engine.cache import DTYPES, PagedCache
 from engine.config import SILU, KvGroupShape, ModelConfig, read_config
-from engine.cpu_backend import CpuBackend
 from engine.dense import score_dense
-from engine.errors import CacheMismatch, DeviceUnavailable, InvalidBatch
+from engine.errors import BackendUnavailable, CacheMismatch, DeviceUnavailable, InvalidBatch
 from engine.folder import check_tensors, stored_tensors, tensor_shapes
 from engine.int8_rows import read_rows, stored_rows
 from engine.rolling import RollingWindow
 from engine.rope import RopeTable, rotated
 from engine.sampling import SamplingRow, sample
-from engine.torch_backend import TorchBackend
 from engine.weights import DecoderWeights, load_weights, open_checkpoint
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
-
-
-class Backend(Protocol):
-    """Executes planned steps."""
-
-    def run(self, plan: FlatBatch, cache: PagedCache, on_layer: LayerHook, before_layer: LayerHook) -> torch.Tensor:
-        """Write the KV of all rows and return logits, float32 [len(plan.logits_rows), vocab]."""
-        ...
 
 
 class Model:
@@ -43,10 +36,17 @@ class Model:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, backend: Backend, rope: RopeTable, fingerprint: str
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        kind: BackendKind,
+        backend: Backend,
+        rope: RopeTable,
+        fingerprint: str,
     ) -> None:
         self.config = config
         self.fingerprint = fingerprint
+        self.backend = kind
         self.device = weights.embedding.device
         self.dtype = str(weights.embedding.dtype).removeprefix("torch.")
         self.kv_groups: tuple[KvGroupShape, ...] = config.kv_groups(self.dtype)
@@ -136,14 +136,17 @@ def load_model(
     device: str = "cpu",
     dtype: Dtype = "auto",
     threads: int | None = None,
-    backend: Literal["auto", "torch", "compiled"] = "auto",
+    backend: str = AUTO,
+    block_tokens: int | None = None,
     batch_invariant: bool = False,
 ) -> Model:
     """Load a Hugging Face folder (config.json, and model.safetensors or its shards).
 
     With `dtype` "auto" the weights are float32 on the CPU and keep the checkpoint's dtype on CUDA. `threads` sets the
-    number of torch's threads for the whole process. Raises `ModelFormatError`, `UnsupportedModel` or
-    `DeviceUnavailable`.
+    number of torch's threads for the whole process. `backend` is a name of `engine.backends.registry`; `block_tokens`
+    are those of the caches that the model will have, if they are known. With `batch_invariant`, the logits of a row do
+    not depend on the rest of the batch (compiled backend only). Raises `ModelFormatError`, `UnsupportedModel`,
+    `DeviceUnavailable` or `BackendUnavailable`.
     """
     folder = Path(path)
     config, tensors = read_config(folder), stored_tensors(folder)
@@ -152,21 +155,18 @@ def load_model(
     kind = _dtype(dtype, config, target)
     if threads is not None:
         torch.set_num_threads(threads)
-    compiled = target.type == "cpu" and kind == torch.float32
-    if not compiled and (backend == "compiled" or batch_invariant):
-        raise DeviceUnavailable(f"compiled kernels run on cpu in float32, not on {target} in {kind}")
-    compiled = compiled and backend != "torch"
+    name = "compiled" if batch_invariant and backend == AUTO else backend
+    chosen = choose_backend(name, Placement(config, target, kind, block_tokens))
+    compiled = chosen.name == "compiled"
+    if batch_invariant and not compiled:
+        raise BackendUnavailable(f"only the backend compiled is batch_invariant, got {chosen.name}")
     with open_checkpoint(folder, tensors) as checkpoint:
         int8_dtype = torch.float32 if compiled else torch.int8
         weights = load_weights(config, checkpoint, device=target, dtype=kind, int8_dtype=int8_dtype)
         fingerprint = _fingerprint(config, checkpoint.digest())
     rope = RopeTable(config.ropes, config.head_dim, config.max_positions, target)
-    runner: Backend
-    if compiled:
-        runner = CpuBackend(config, weights, rope, batch_invariant=batch_invariant)
-    else:
-        runner = TorchBackend(config, weights, rope)
-    return Model(config, weights, runner, rope, fingerprint)
+    runner = CompiledBackend(config, weights, rope, batch_invariant=True) if batch_invariant else None
+    return Model(config, weights, chosen, runner or chosen.build(config, weights, rope), rope, fingerprint)
 
 
 def fingerprint_of(folder: Path) -> str:
@@ -202,6 +202,8 @@ def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 _PLAIN = {
+    "experts": None,
+    "sparse_layers": (),
     "int8_linears": False,
     "kv_scale_group": 0,
     "attention_softcap": 0.0,

@@ -16,18 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 from engine.config import parse_config
+from engine.families import FAMILIES
 from engine.folder import SCALE_SUFFIX, int8_tensors, tensor_shapes
 from engine.int8_linear import quantise_checkpoint
 
-_ARCHITECTURE = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "moonpool": "MoonpoolForCausalLM",
-}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -44,7 +36,8 @@ class RandomModelSpec:
     intermediate: int | None = None  # None: 3 * hidden
     vocab: int = 256
     max_len: int = 2048
-    window: int = 0  # > 0: sliding window of the layers from `full_layers` on (mistral: of all layers)
+    window: int = 0  # > 0: sliding window of the layers from `full_layers` on (mistral, mixtral, qwen3_moe: of all)
+    experts: int = 4  # of mixtral and qwen3_moe, of which each token uses two; their size is `intermediate`
     full_layers: int = 0
     tied: bool = True
     eos: int | None = None
@@ -55,7 +48,7 @@ class RandomModelSpec:
     def config(self) -> dict[str, Any]:
         """Return the contents of config.json."""
         raw: dict[str, Any] = {
-            "architectures": [_ARCHITECTURE[self.family]],
+            "architectures": [FAMILIES[self.family].architecture],
             "model_type": self.family,
             "vocab_size": self.vocab,
             "hidden_size": self.hidden,
@@ -75,12 +68,15 @@ class RandomModelSpec:
         }
         if self.family != "llama":
             raw["sliding_window"] = self.window or None
-        if self.family in ("gemma2", "gemma3_text"):
+        if FAMILIES[self.family].is_gemma:
             raw |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24}
         if self.family == "gemma3_text":
             del raw["rope_theta"]
-        if self.family in ("qwen2", "qwen3"):
+        if self.family in ("qwen2", "qwen3", "qwen3_moe"):
             raw |= {"use_sliding_window": self.window > 0, "max_window_layers": self.full_layers}
+        if self.family in ("mixtral", "qwen3_moe"):
+            raw |= {"num_local_experts": self.experts, "num_experts_per_tok": min(2, self.experts)}
+            raw["moe_intermediate_size"] = raw["intermediate_size"]
         return raw | dict(self.extra)
 
 
@@ -127,11 +123,12 @@ def main() -> None:
     """Run the command line, which has a flag for each field of `RandomModelSpec`."""
     parser = argparse.ArgumentParser(prog="python -m engine.random_model", description=__doc__)
     parser.add_argument("path", type=Path, metavar="DIR", help="folder to write")
-    parser.add_argument("--family", choices=sorted(_ARCHITECTURE), default="llama")
+    parser.add_argument("--family", choices=sorted(FAMILIES), default="llama")
     for name, default in (("layers", 2), ("hidden", 64), ("heads", 4), ("kv-heads", 2), ("vocab", 256)):
         parser.add_argument(f"--{name}", type=int, default=default, help="default %(default)s")
     parser.add_argument("--head-dim", type=int, help="default hidden / heads")
     parser.add_argument("--intermediate", type=int, help="default 3 * hidden")
+    parser.add_argument("--experts", type=int, default=4, help="mixtures: number of experts, default %(default)s")
     parser.add_argument("--max-len", type=int, default=2048, help="longest sequence, default %(default)s")
     parser.add_argument("--window", type=int, default=0, help="sliding window in tokens, default none")
     parser.add_argument("--full-layers", type=int, default=0, help="qwen: number of first layers with full attention")

@@ -60,7 +60,7 @@ def open_checkpoint(folder: Path, tensors: Mapping[str, StoredTensor]) -> Iterat
 @dataclass(frozen=True)
 class DecoderWeights:
     """Weights of the decoder: L layers, d hidden, Q = heads * head_dim, K = kv_heads * head_dim, F intermediate, V
-    vocab.
+    vocab; D of the layers have an MLP, S have E experts with G intermediate (`ModelConfig.mlp_places`).
 
     Biases, scales, norms and sinks that the model does not have are empty: their last dimension is 0. Matrices with
     scales hold the integers of `engine.int8_linear`, in int8 or float32. Norms contain the family's offset. Layers
@@ -81,19 +81,22 @@ class DecoderWeights:
     out_bias: torch.Tensor  # [L, d | 0]
     mlp_norm: torch.Tensor  # [L, d]
     mlp_post_norm: torch.Tensor  # [L, d | 0]
-    gate_up: torch.Tensor  # [L, d, 2F]
-    gate_up_scale: torch.Tensor  # [L, 2F | 0]
-    gate_up_bias: torch.Tensor  # [L, 2F | 0]
-    down: torch.Tensor  # [L, F, d]
-    down_scale: torch.Tensor  # [L, d | 0]
-    down_bias: torch.Tensor  # [L, d | 0]
+    gate_up: torch.Tensor  # [D, d, 2F]
+    gate_up_scale: torch.Tensor  # [D, 2F | 0]
+    gate_up_bias: torch.Tensor  # [D, 2F | 0]
+    down: torch.Tensor  # [D, F, d]
+    down_scale: torch.Tensor  # [D, d | 0]
+    down_bias: torch.Tensor  # [D, d | 0]
+    router: torch.Tensor  # [S, d, E]
+    experts_gate_up: torch.Tensor  # [S, E, d, 2G]
+    experts_down: torch.Tensor  # [S, E, G, d]
     final_norm: torch.Tensor  # [d]
     head: torch.Tensor  # [V, d]; `embedding` itself if they are tied
 
     def linear(
         self, name: str, layer: int, width: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (matrix, scale, bias) of one layer of the field `name`, of it the first `width` columns."""
+        """Return (matrix, scale, bias) at place `layer` of the field `name`, of it the first `width` columns."""
         weight, scale, bias = (getattr(self, name + part)[layer][..., :width] for part in ("", "_scale", "_bias"))
         return weight, scale, bias
 
@@ -124,14 +127,15 @@ def load_weights(
         return place(name, field) + config.norm_offset
 
     stacked = {
-        field: torch.empty((config.num_layers, *shape), device=device, dtype=dtype_of(field))
+        field: torch.empty(shape, device=device, dtype=dtype_of(field))
         for field, shape in _stacked_shapes(config).items()
     }
     for layer in range(config.num_layers):
         for part in layer_parts(config, layer):
             read = place_norm if part.field.endswith("norm") else place
             tensor = read(part.in_layer(layer), part.field).t()  # t() leaves vectors as they are
-            stacked[part.field][layer, ..., part.first_column : part.first_column + tensor.shape[-1]] = tensor
+            columns = slice(part.first_column, part.first_column + tensor.shape[-1])
+            stacked[part.field][part.place][..., columns] = tensor
     embedding = place(EMBEDDING)
     return DecoderWeights(
         embedding=embedding,
@@ -146,8 +150,8 @@ _MATRICES = ("qkv", "out", "gate_up", "down")
 
 def _stacked_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     d, f = config.hidden_size, config.intermediate_size
-    qkv = config.q_size + 2 * config.kv_size
-    return {
+    qkv, sparse = config.q_size + 2 * config.kv_size, len(config.sparse_layers)
+    each = {
         "attention_norm": (d,),
         "attention_post_norm": (d * config.post_norms,),
         "qkv": (d, qkv),
@@ -161,6 +165,8 @@ def _stacked_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "out_bias": (d * config.attention_out_bias,),
         "mlp_norm": (d,),
         "mlp_post_norm": (d * config.post_norms,),
+    }
+    with_mlp = {
         "gate_up": (d, 2 * f),
         "gate_up_scale": (2 * f * config.int8_linears,),
         "gate_up_bias": (2 * f * config.mlp_bias,),
@@ -168,3 +174,7 @@ def _stacked_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "down_scale": (d * config.int8_linears,),
         "down_bias": (d * config.mlp_bias,),
     }
+    count, size = (config.experts.count, config.experts.intermediate_size) if config.experts else (0, 0)
+    with_experts = {"router": (d, count), "experts_gate_up": (count, d, 2 * size), "experts_down": (count, size, d)}
+    stacks = ((config.num_layers, each), (config.num_layers - sparse, with_mlp), (sparse, with_experts))
+    return {field: (layers, *shape) for layers, shapes in stacks for field, shape in shapes.items()}

@@ -89,6 +89,10 @@ class EngineSettings(SettingsGroup):
             "cost profile, to try a cluster without GPUs"
         ),
     ] = "transformer"
+    engine_backend: Annotated[
+        Literal["auto", "compiled", "triton", "flash-attn", "torch"],
+        Key("How the transformer computes; auto is compiled on a CPU in float32, triton on a GPU, and torch otherwise"),
+    ] = "auto"
     vllm_args: Annotated[
         str,
         Key(

@@ -116,17 +116,23 @@ def _strongly_connected(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def long_signatures(modules: list[Module]) -> list[str]:
-    """Return the functions with more than `MAX_PARAMETERS` parameters, except commands of the command line."""
+    """Return the functions with more than `MAX_PARAMETERS` parameters, except commands of the command line and kernels
+    of Triton, which take single pointers and numbers.
+    """
     found = []
     for module in modules:
         for node in ast.walk(module.tree):
-            if isinstance(node, Function) and not _is_command(node):
+            if isinstance(node, Function) and not _is_command(node) and not _is_kernel(node):
                 arguments = node.args
                 named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
                 count = sum(argument.arg not in {"self", "cls"} for argument in named)
                 if count > MAX_PARAMETERS:
                     found.append(f"{module.path}:{node.lineno}: {node.name} has {count} parameters")
     return found
+
+
+def _is_kernel(function: Function) -> bool:
+    return any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
 
 
 def _is_command(function: Function) -> bool:

@@ -5,6 +5,7 @@ A row whose sampling fails does not affect other rows.
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Sequence
 from functools import cache
@@ -47,6 +48,8 @@ from worker.slot_memory import EngineMemory, SlotMemory
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
+
+log = logging.getLogger(__name__)
 
 
 def hardware_name(device: torch.device, threads: int) -> str:
@@ -260,10 +263,16 @@ class Transformer(SteppedEngine):
         """Load the configured model. Raises StartupError."""
         try:
             model = load_model(
-                config.model.path, device=config.engine.device, dtype=config.engine.dtype, threads=config.engine.threads
+                config.model.path,
+                device=config.engine.device,
+                dtype=config.engine.dtype,
+                threads=config.engine.threads,
+                backend=config.engine.engine_backend,
+                block_tokens=config.blocks.block_tokens,
             )
         except EngineError as error:
             raise StartupError(str(error)) from error
+        log.info("engine backend %s on %s in %s", model.backend.name, model.device, model.dtype)
         return cls(model, config.kv, hardware_name(model.device, config.engine.threads))
 
     def new_memory(
@@ -289,6 +298,10 @@ class Transformer(SteppedEngine):
     def check(self, request: Request) -> None:
         if request.rolling is None:
             return
+        if not self.model.backend.computes_endless:
+            raise RequestRefused(
+                "bad_endless", f"endless: engine-backend {self.model.backend.name} does not compute it"
+            )
         try:
             check_rolling(self.model.config, request.rolling)
         except InvalidBatch as error:

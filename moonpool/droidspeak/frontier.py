@@ -31,9 +31,11 @@ def cost_of(span: LayerSpan, config: ModelConfig, context_tokens: float) -> floa
 
     It is counted in multiplications per token; of the span's last layer, only the KV is computed.
     """
-    d, q, kv, f = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
-    projections = d * (q + 2 * kv) + q * d + 3 * d * f
-    each = [projections + q * (min(context_tokens, w) if w else context_tokens) for w in config.layer_windows]
+    d, q, kv = config.hidden_size, config.q_size, config.kv_size
+    each = [
+        d * (q + 2 * kv) + q * d + 3 * d * size + q * (min(context_tokens, w) if w else context_tokens)
+        for w, size in zip(config.layer_windows, config.mlp_sizes, strict=True)
+    ]
     return (sum(each[span.first : span.last]) + 2 * d * kv) / sum(each)
 
 

@@ -56,6 +56,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "window": WINDOW,
         "extra": {"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]},
     },
+    "mixtral": {"family": "mixtral", "layers": 3},
+    "mixtral-window": {"family": "mixtral", "window": WINDOW, "experts": 7, "tied": False},
+    "qwen3-moe": {"family": "qwen3_moe", "layers": 3, "experts": 8, "head_dim": 32},
+    "qwen3-moe-and-mlps": {
+        "family": "qwen3_moe",
+        "layers": 5,
+        "extra": {
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 80,
+        },
+    },
     "gemma2": {"family": "gemma2", "layers": 3, "window": WINDOW, "extra": {"attn_logit_softcapping": 5.0}},
     "gemma3": {
         "family": "gemma3_text",
@@ -98,6 +112,12 @@ OWN_FAMILY: dict[str, dict[str, Any]] = {
         "layers": 3,
         "window": WINDOW,
         "extra": {"layer_types": _TYPES[:3], "attention_sinks": True, "attention_bias": True},
+    },
+    "int8-kv": {
+        "family": "moonpool",
+        "layers": 3,
+        "window": WINDOW,
+        "extra": {"layer_types": _TYPES[:3], "attention_sinks": True, "kv_dtype": "int8", "kv_scale_group": 8},
     },
 }
 """Models of the family that transformers does not know."""

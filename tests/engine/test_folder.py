@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import ConfigInvalid, EngineError, check_folder
+from engine import ConfigInvalid, EngineError, UnsupportedModel, check_folder
 from engine.config import parse_config
+from engine.families import OF_ARCHITECTURE
 from engine.random_model import RandomModelSpec, write_random_model
 
-ARCHITECTURES = [
-    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "MoonpoolForCausalLM"),
-]
+ARCHITECTURES = sorted(OF_ARCHITECTURE)
 KEYS = [
     "architectures",
     "model_type",
@@ -41,6 +39,13 @@ KEYS = [
     "layer_types",
     "max_window_layers",
     "eos_token_id",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "mlp_only_layers",
+    "decoder_sparse_step",
+    "moe_intermediate_size",
+    "norm_topk_prob",
     "attention_bias",
     "mlp_bias",
     "tie_word_embeddings",
@@ -108,6 +113,23 @@ def test_a_value_of_the_wrong_kind_or_size_is_refused_by_key(
 ) -> None:
     raw = json.loads((folder / "config.json").read_text()) | changes
     with pytest.raises(ConfigInvalid, match=message):
+        parse_config(raw, {}, where="config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, "num_experts must be a positive integer, got 0"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, r"num_experts_per_tok must be at most num_experts \(4\), got 5"),
+        ({"mlp_only_layers": [1]}, r"mlp_only_layers must hold layer numbers below 1, got \[1\]"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported for mixtures"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused_by_key(folder: Path, changes: dict[str, Any], message: str) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {"architectures": ["Qwen3MoeForCausalLM"], "sliding_window": None} | changes
+    with pytest.raises((ConfigInvalid, UnsupportedModel), match=message):
         parse_config(raw, {}, where="config.json")
 
 

@@ -112,10 +112,13 @@ def test_float32_and_the_kernels_give_the_bits_of_integer_products(
     bias = torch.randn(outputs if has_bias else 0, generator=generator)
     exact = linear(x, weight, scale, bias)
     assert torch.equal(exact, linear(x, weight.float(), scale, bias))
+    none = np.empty((0, 0), np.float32)
     work = kernels.WorkBuffers(
-        *[np.empty((0, 0), np.float32)] * 6, np.empty(0, np.float32),
+        *[none] * 6, np.empty(0, np.float32),
         steps=np.empty(rows * inputs, np.float32), products=np.empty(rows * outputs, np.float32),
-        token_scales=np.empty(rows, np.float32),
+        token_scales=np.empty(rows, np.float32), chosen=np.empty((0, 0), np.int32), taken=np.empty(0, np.int32),
+        **dict.fromkeys(("router", "shares", "expert_in", "expert_gate_up"), none),
+        **dict.fromkeys(("expert_gated", "expert_out", "made"), none),
     )  # fmt: skip
     out = np.full((rows, outputs), np.nan, np.float32)
     kernels.project(x.numpy(), weight.float().numpy(), scale.numpy(), bias.numpy(), out, False, outputs, work)

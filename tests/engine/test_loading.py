@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import (
+    BackendUnavailable,
     CacheMismatch,
     CheckpointDamaged,
     ConfigInvalid,
@@ -268,8 +269,19 @@ def test_devices_that_are_not_there_are_refused(folder, device):
 def test_unknown_dtypes_are_refused(folder):
     with pytest.raises(DeviceUnavailable, match="float8"):
         load_model(folder, dtype="float8")
-    with pytest.raises(DeviceUnavailable, match="compiled kernels"):
+
+
+def test_unknown_and_unsuitable_backends_are_refused(folder):
+    with pytest.raises(BackendUnavailable, match=r"one of auto, compiled, triton, flash-attn, torch, got 'cuda'"):
+        load_model(folder, backend="cuda")
+    with pytest.raises(
+        BackendUnavailable, match=r"compiled runs on cpu in float32, not on cpu in bfloat16; use auto or"
+    ):
+        load_model(folder, backend="compiled", dtype="bfloat16")
+    with pytest.raises(BackendUnavailable, match="compiled"):
         load_model(folder, dtype="bfloat16", batch_invariant=True)
+    with pytest.raises(BackendUnavailable, match="flash-attn runs on CUDA, not on cpu"):
+        load_model(folder, backend="flash-attn")
 
 
 @pytest.mark.parametrize(

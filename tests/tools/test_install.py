@@ -4,6 +4,7 @@ import base64
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -165,6 +166,15 @@ def test_every_step_but_the_projects_own_is_hashed_and_none_adds_an_index(
         assert all("--require-hashes" in words for words in (torch, *(words for words, _ in others)))
         assert not [source for _, source in others if source]
         assert {"--no-deps", "--no-build-isolation", "--no-index"} <= set(project)
+
+
+def test_triton_is_installed_from_its_locked_entry_alone(install: ModuleType) -> None:
+    class Recorder:
+        def install(self, *arguments: str, source: Sequence[str] = ()) -> bool:
+            names = re.findall(r"^[a-z]\S+(?===)", Path(arguments[-1]).read_text(encoding="utf-8"), re.M)
+            return names == ["triton"] and list(arguments[:-2]) == install.LOCKED
+
+    assert install.Steps(Recorder(), "").triton()
 
 
 def test_nothing_that_installs_adds_an_index_beside_another() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.config import INT8_ACTIVATIONS, INT8_WEIGHTS
 from engine.folder import SCALE_SUFFIX
 from engine.int8_linear import quantise_checkpoint
+from engine.quantisation import INT8_ACTIVATIONS, INT8_WEIGHTS
 from tools.training import checkpoint
 from tools.training import tokenizer as bpe
 from tools.training.model import Llama, ModelShape

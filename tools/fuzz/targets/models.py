@@ -32,6 +32,10 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
      "max_window_layers": 1, "sliding_window": 8},
     {**_LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 4, "use_sliding_window": True,
      "layer_types": ["full_attention", "sliding_attention"]},
+    {**_LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 3,
+     "num_experts_per_tok": 2},
+    {**_LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
+     "num_experts_per_tok": 1, "moe_intermediate_size": 8, "mlp_only_layers": [0], "norm_topk_prob": True},
     {**_LLAMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attn_logit_softcapping": 50.0},
     {**_LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window_pattern": 2,
      "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
@@ -42,6 +46,7 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
 _WORDS = (
     *_LLAMA, "rope_scaling", "rope_parameters", "rope_theta", "sliding_window", "layer_types", "head_dim", "yarn",
     "llama3", "linear", "kv_owners", "num_kv_shared_layers", "attention_sinks", "kv_dtype", "kv_scale_group", "int8",
+    "num_experts", "num_experts_per_tok", "mlp_only_layers", "decoder_sparse_step",
     "final_logit_softcapping",
     "full_attention", "sliding_attention", "quantization_config", "mlp_bias", "float16", 2, 4,
 )  # fmt: skip

@@ -166,7 +166,7 @@ def _hand_out(plan: FlatBatch, layer: int, work: WorkBuffers) -> None:
 FEW_ROWS = 16  # largest step for which one compiled call beats separate matrix products
 
 
-class CpuBackend:
+class CompiledBackend:
     """Backend that runs planned steps with compiled kernels; its work buffers grow to the largest step so far.
 
     With `batch_invariant` every step runs through the compiled kernels, whose rows do not depend on the rest of the
@@ -191,10 +191,14 @@ class CpuBackend:
             scale=np.float32(config.attention_scale),
             softcap=np.float32(config.attention_softcap),
             gelu=config.activation != SILU,
+            expert_size=config.experts.intermediate_size if config.experts else 0,
+            experts_scaled=config.experts is not None and config.experts.scaled,
         )
         self._kv_layers = np.array(config.used_kv_layers, np.intp)
         self._owns = np.array(config.kv_owners) == np.arange(config.num_layers)
         self._ropes = np.array(config.layer_ropes, np.int32)
+        self._sparse = np.isin(np.arange(config.num_layers), config.sparse_layers)
+        self._mlp_places = np.array(config.mlp_places, np.int32)
         self._arrays = KernelWeights(*(getattr(weights, name).numpy() for name in KernelWeights._fields))
         self._buffers: dict[str, kernels.Floats] = {}
 
@@ -260,7 +264,9 @@ class CpuBackend:
         before_layer: LayerHook,
     ) -> None:
         shape, arrays = self._shape, self._arrays
-        _, hidden, qkv, mixed, gate_up, gated, *_ = (torch.from_numpy(buffer) for buffer in work)
+        hidden, qkv, mixed, gate_up, gated = (
+            torch.from_numpy(buffer) for buffer in (work.hidden, work.qkv, work.mixed, work.gate_up, work.gated)
+        )
         queries = self._config.q_size
         for layer in range(plan.span.first, plan.span.last + 1):
             own, kv_layer = self._owns[layer], int(self._kv_layers[layer])
@@ -282,9 +288,30 @@ class CpuBackend:
             attention.run(layer, work.qkv, work.mixed)
             self._add("out", layer, mixed, arrays.attention_post_norm[layer], work)
             kernels.rms_norm(work.x, arrays.mlp_norm[layer], shape.eps, work.hidden)
-            self._project("gate_up", layer, hidden, gate_up, work)
+            place = int(self._mlp_places[layer])
+            if self._sparse[layer]:
+                self._add_experts(place, hidden, work)
+                continue
+            self._project("gate_up", place, hidden, gate_up, work)
             kernels.gate(work.gate_up, shape.gelu, work.gated)
-            self._add("down", layer, gated, arrays.mlp_post_norm[layer], work)
+            self._add("down", place, gated, arrays.mlp_post_norm[layer], work)
+
+    def _add_experts(self, place: int, hidden: torch.Tensor, work: WorkBuffers) -> None:
+        """Add what the experts of a layer make of hidden [N, d] to work.x."""
+        weights = self._weights
+        torch.mm(hidden, weights.router[place], out=torch.from_numpy(work.router))
+        kernels.choose_experts(work.router, self._shape.experts_scaled, work.chosen, work.shares)
+        for expert in np.unique(work.chosen).tolist():
+            count = kernels.take_rows(expert, work.hidden, work)
+            rows, gate_up, gated, out = (
+                torch.from_numpy(buffer[:count])
+                for buffer in (work.expert_in, work.expert_gate_up, work.expert_gated, work.expert_out)
+            )
+            torch.mm(rows, weights.experts_gate_up[place, expert], out=gate_up)
+            kernels.gate(gate_up.numpy(), self._shape.gelu, gated.numpy())
+            torch.mm(gated, weights.experts_down[place, expert], out=out)
+            kernels.put_made(count, work)
+        kernels.add_made(work, work.x)
 
     def _add(self, name: str, layer: int, a: torch.Tensor, post_norm: kernels.Floats, work: WorkBuffers) -> None:
         """Add a linear layer's output to work.x, normalised if `post_norm` [d | 0] is not empty; overwrites
@@ -343,7 +370,9 @@ class CpuBackend:
 
     def _work(self, rows: int, positions: int) -> WorkBuffers:
         c = self._config
-        qkv, f = c.q_size + 2 * c.kv_size, c.intermediate_size
+        qkv, f, size = c.q_size + 2 * c.kv_size, c.intermediate_size, self._shape.expert_size
+        experts, per_token = (c.experts.count, c.experts.per_token) if c.experts else (0, 0)
+        some = rows * bool(experts)
 
         def buffer(name: str, width: int) -> kernels.Floats:
             return self._buffer(name, rows * width).reshape(rows, width)
@@ -359,6 +388,15 @@ class CpuBackend:
             steps=self._buffer("steps", c.int8_linears * rows * max(c.hidden_size, c.q_size, f)),
             products=self._buffer("products", c.int8_linears * rows * max(c.hidden_size, qkv, 2 * f)),
             token_scales=self._buffer("token_scales", c.int8_linears * rows),
+            router=buffer("router", experts),
+            chosen=np.empty((rows, per_token), np.int32),
+            shares=buffer("shares", per_token),
+            taken=np.empty(some, np.int32),
+            expert_in=self._buffer("expert_in", some * c.hidden_size).reshape(some, c.hidden_size),
+            expert_gate_up=buffer("expert_gate_up", 2 * size),
+            expert_gated=buffer("expert_gated", size),
+            expert_out=self._buffer("expert_out", some * c.hidden_size).reshape(some, c.hidden_size),
+            made=self._buffer("made", some * per_token * c.hidden_size).reshape(some * per_token, c.hidden_size),
         )
 
     def _buffer(self, name: str, size: int) -> kernels.Floats:
@@ -380,6 +418,8 @@ class CpuBackend:
             sin=sin.numpy(),
             layer_ropes=self._ropes,
             layer_owns=self._owns,
+            layer_sparse=self._sparse,
+            mlp_places=self._mlp_places,
             memory=none.view(np.float32) if cache.scale_group else cache.flat.numpy(),
             coded=cache.flat.numpy() if cache.scale_group else none.view(np.uint8),
             scale_group=cache.scale_group,

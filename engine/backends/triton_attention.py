@@ -1,0 +1,179 @@
+"""Attention by the Triton kernels: decode rows in tiles of one row, longer chunks in tiles of several."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.backends import triton_kernels as kernels
+from engine.backends.device_arrays import on_device
+from engine.batch import FlatBatch
+from engine.cache import PagedCache
+from engine.config import ModelConfig
+from engine.weights import DecoderWeights
+
+_LEAST_QUERIES = 16  # of a matrix product on tensor cores
+_PREFILL_QUERIES = 64
+_KEYS = 64
+_LEAST_SPLIT_KEYS = 256  # fewer keys per split cost more in the merge than they save
+_MOST_SPLITS = 32
+_PROGRAMS_PER_CORE = 2
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Tiles of one kind in one KV group."""
+
+    tiles: torch.Tensor  # int32 [T, TILE_FIELDS]
+    rows: torch.Tensor  # int32: rows of the step that the tiles have
+    queries: int  # rows * query heads per KV head of a tile at most, as a power of two
+    splits: int
+
+
+class TritonAttention:
+    """Attention in Triton, on CUDA or in Triton's interpreter."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+        self._config = config
+        self._sinks = weights.sinks.float()
+        self._device = weights.embedding.device
+        self._shared = config.num_heads // config.num_kv_heads
+        on_cuda = self._device.type == "cuda"
+        self._cores = torch.cuda.get_device_properties(self._device).multi_processor_count if on_cuda else 1
+
+    def begin(self, plan: FlatBatch, cache: PagedCache) -> "_TritonStep":
+        """Prepare a step."""
+        arrays = {"tables": plan.tables}
+        splits: dict[tuple[int, str], int] = {}
+        per_tile = max(1, _PREFILL_QUERIES // self._shared)
+        for group in range(len(cache.groups)):
+            for kind, rows_per_tile, chosen in (
+                ("decode", 1, np.diff(plan.chunk_rows) == 1),
+                ("prefill", per_tile, np.diff(plan.chunk_rows) > 1),
+            ):
+                chunks = np.flatnonzero(chosen)
+                if not len(chunks):
+                    continue
+                tiles = _tiles(plan, group, chunks, rows_per_tile)
+                arrays[f"{kind} tiles {group}"] = tiles
+                arrays[f"{kind} rows {group}"] = np.flatnonzero(chosen[plan.row_chunk]).astype(np.int32)
+                splits[group, kind] = self._splits(tiles, cache.groups[group].window) if kind == "decode" else 1
+        placed = on_device(arrays, self._device)
+        of_group: list[list[_Tiles]] = [[] for _ in cache.groups]
+        for (group, kind), count in splits.items():
+            rows_per_tile = 1 if kind == "decode" else per_tile
+            queries = max(_LEAST_QUERIES, _power_of_two(rows_per_tile * self._shared))
+            of_group[group].append(
+                _Tiles(placed[f"{kind} tiles {group}"], placed[f"{kind} rows {group}"], queries, count)
+            )
+        return _TritonStep(self._config, self._sinks, cache, placed["tables"], of_group)
+
+    def _splits(self, tiles: npt.NDArray[np.int32], window: int) -> int:
+        """Return into how many parts the keys of each tile are cut, so that all cores have work."""
+        keys = int((tiles[:, 2] - tiles[:, 3]).max()) + 1
+        keys = min(keys, window) if window else keys
+        wanted = self._cores * _PROGRAMS_PER_CORE // (len(tiles) * self._config.num_kv_heads)
+        return max(1, min(wanted, keys // _LEAST_SPLIT_KEYS, _MOST_SPLITS))
+
+
+class _TritonStep:
+    def __init__(
+        self,
+        config: ModelConfig,
+        sinks: torch.Tensor,
+        cache: PagedCache,
+        tables: torch.Tensor,
+        of_group: list[list[_Tiles]],
+    ) -> None:
+        self._config = config
+        self._sinks = sinks
+        self._cache = cache
+        self._tables = tables
+        self._of_group = of_group
+
+    def run(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Return the attention output [N, heads, head_dim] of rotated queries [N, heads, head_dim] of one layer."""
+        q = q.contiguous()
+        group, view = self._cache.layer_view(self._config.used_kv_layers[layer])
+        out = torch.empty_like(q)
+        for tiles in self._of_group[group]:
+            self._launch(layer, tiles, self._cache.groups[group].window, q, view, out)
+        return out
+
+    def _launch(
+        self, layer: int, tiles: _Tiles, window: int, q: torch.Tensor, view: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        config, (rows, heads, head_dim) = self._config, q.shape
+        sinks, width = self._sinks[layer], _power_of_two(head_dim)
+        parts, tops, sums = out, self._sinks, self._sinks  # not used without splits
+        if tiles.splits > 1:
+            parts = q.new_empty((tiles.splits, rows, heads, head_dim), dtype=torch.float32)
+            tops, sums = q.new_empty((2, tiles.splits, rows, heads), dtype=torch.float32)
+        kernels.attend_tiles[len(tiles.tiles), config.num_kv_heads, tiles.splits](
+            q,
+            view,
+            self._tables,
+            tiles.tiles,
+            sinks,
+            parts,
+            tops,
+            sums,
+            rows,
+            heads * head_dim,
+            view.stride(0),
+            config.attention_scale,
+            config.attention_softcap,
+            WINDOW=window,
+            KV_HEADS=config.num_kv_heads,
+            SHARED=heads // config.num_kv_heads,
+            HEAD_DIM=head_dim,
+            WIDTH=width,
+            BLOCK_TOKENS=view.shape[3],
+            ROW=view.shape[4],
+            SCALE_GROUP=config.kv_scale_group,
+            QUERIES=tiles.queries,
+            KEYS=_KEYS,
+            SPLITS=tiles.splits,
+            HAS_SINKS=bool(sinks.numel()),
+            HAS_CAP=config.attention_softcap > 0,
+            FIELDS=kernels.TILE_FIELDS,
+        )
+        if tiles.splits > 1:
+            kernels.merge_splits[len(tiles.rows), heads](
+                parts,
+                tops,
+                sums,
+                tiles.rows,
+                out,
+                rows,
+                HEADS=heads,
+                HEAD_DIM=head_dim,
+                WIDTH=width,
+                SPLITS=tiles.splits,
+                SPLITS_WIDTH=_power_of_two(tiles.splits),
+            )
+
+
+def _tiles(
+    plan: FlatBatch, group: int, chunks: npt.NDArray[np.signedinteger], rows_per_tile: int
+) -> npt.NDArray[np.int32]:
+    """Return the tiles of the chunks, int32 [T, TILE_FIELDS]."""
+    sizes = np.diff(plan.chunk_rows)[chunks]
+    counts = -(-sizes // rows_per_tile)
+    chunk = np.repeat(chunks, counts)
+    begin = (np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows_per_tile
+    return np.stack(
+        [
+            plan.chunk_rows[chunk] + begin,
+            np.minimum(rows_per_tile, np.repeat(sizes, counts) - begin),
+            plan.starts[chunk] + begin,
+            plan.firsts[group][chunk],
+            plan.table_begin[group][chunk],
+        ],
+        axis=1,
+    ).astype(np.int32)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
