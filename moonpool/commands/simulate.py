@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,14 +13,30 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
+from engine.config import read_config
+from engine.errors import EngineError
 from kvpool import KvPoolError
 from kvpool.policy.eviction import POLICIES
+from moonpool.errors import MoonpoolError
+from moonpool.model_files import local_model
+from settings.hub_model import parse_model
+from settings.worker import name_of_model
 from simulator.cache import BELADY, CacheRun, ChainedTrace, chained, simulate_cache
 from simulator.cache_report import cache_table, check_plot_path, plot_runs
 from simulator.dialogue_run import DialogueRun, dialogue_table, simulate_dialogues
 from simulator.dialogues import DialogueSettings, Routing
 from simulator.errors import BadSetting, SimulatorError
+from simulator.hardware import (
+    KV_FORMATS,
+    MODELS,
+    WEIGHT_FORMATS,
+    NumberFormat,
+    PlannedModel,
+    planned_model,
+    plans,
+)
 from simulator.serving.overload import MODES, Overload, compare_modes, modes_of
 from simulator.serving.overload_report import markdown_table, overload_table, plot_overload
 from simulator.serving.overload_spec import OverloadScenario, overload_spec
@@ -395,6 +411,49 @@ def dialogues(
                 runs.append(simulate_dialogues(one, advance))
     Console().print(dialogue_table(runs))
     _print_last_line([asdict(run) for run in runs])
+
+
+@app.command("hardware")
+def hardware(
+    model: Annotated[
+        Path | None,
+        typer.Argument(metavar="[MODEL]", parser=parse_model, help="Hugging Face folder or id. [7B, 70B and a MoE]"),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens of a sequence, prompt and answer.")] = 512,
+    weights: Annotated[str, typer.Option(help=f"Format of the weights: {', '.join(WEIGHT_FORMATS)}.")] = "16-bit",
+    kv: Annotated[str, typer.Option(help=f"Format of the KV: {', '.join(KV_FORMATS)}.")] = "16-bit",
+) -> None:
+    """Show the largest batch, the time of a decode step and the throughput on common GPUs, from their data sheets.
+
+    It is PPL.LLM's rule: 60 % of the arithmetic, 80 % of the memory's bandwidth, and memory filled with sequences.
+    Prefill is not counted. The last line is JSON.
+
+    Example: moonpool simulate hardware ./my-model --tokens 4096 --kv int8
+    """
+    with bad_input():
+        formats = _format("--weights", weights, WEIGHT_FORMATS), _format("--kv", kv, KV_FORMATS)
+        found = plans(list(MODELS.values()) if model is None else [_planned(model)], tokens, *formats)
+    table = Table("model", "GPUs", *("batch", "arithmetic, ms", "memory, ms", "tokens/s"))
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in found:
+        figures = (f"{row.batch:,}", f"{row.compute_ms:.1f}", f"{row.memory_ms:.1f}", f"{row.tokens_per_s:,.0f}")
+        table.add_row(row.model, f"{row.gpus} x {row.gpu}", *figures)
+    Console().print(table)
+    print(json.dumps({"tokens": tokens, "weights": weights, "kv": kv, "plans": [asdict(row) for row in found]}))
+
+
+def _format(flag: str, name: str, known: Mapping[str, NumberFormat]) -> NumberFormat:
+    if name not in known:
+        raise BadSetting(f"{flag} must be {' or '.join(known)}, got {name!r}")
+    return known[name]
+
+
+def _planned(model: Path) -> PlannedModel:
+    try:
+        return planned_model(name_of_model(model), read_config(local_model(model, weights=False)))
+    except (EngineError, MoonpoolError) as error:
+        raise BadSetting(f"model {model} cannot be planned: {error}") from error
 
 
 def _cache_runs(
