@@ -48,6 +48,7 @@ from benchmarks.stored import store
 from settings.worker import BUNDLED_MODEL
 
 BLOCK = 32
+LONGEST = 2048  # tokens of a prompt and its answer: vLLM must have memory for one of them
 VOCABULARY = 2048
 START_S = 240.0
 QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
@@ -138,7 +139,8 @@ def moonpool(flags: Sequence[str], folder: Path) -> Iterator[Servers]:
     ready = folder / "ready.json"
     ready.unlink(missing_ok=True)
     command = [sys.executable, "-m", "moonpool", "serve", str(BUNDLED_MODEL), "--port", "0", "--threads", "1"]
-    command += ["--block-tokens", str(BLOCK), "--ready-file", str(ready), "--frontends", "1", *flags]
+    command += ["--block-tokens", str(BLOCK), "--ready-file", str(ready), "--frontends", "1"]
+    command += ["--max-model-len", str(LONGEST), *flags]
     with _process(command, folder / "moonpool.log") as process:
         _wait(lambda: ready.exists(), process, folder / "moonpool.log")
         told = json.loads(ready.read_text())
@@ -155,6 +157,7 @@ def vllm(num_blocks: int, folder: Path) -> Iterator[Servers]:
             command += ["--served-model-name", "m", "--port", str(port), "--dtype", "float32", "--max-num-seqs", "16"]
             command += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(num_blocks)]
             command += ["--enable-prompt-tokens-details", "--max-num-batched-tokens", "512"]
+            command += ["--max-model-len", str(LONGEST)]
             processes.append(stack.enter_context(_process(command, folder / f"vllm-{port}.log")))
         for port, process in zip(ports, processes, strict=True):
             _wait(lambda port=port: _answers(port), process, folder / f"vllm-{port}.log")

@@ -23,7 +23,7 @@ _GIB = 2.0**30  # data sheets say GB, of memory in GiB
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuSheet:
     """A GPU by its data sheet: dense rates, without sparsity."""
 
     name: str
@@ -36,13 +36,13 @@ class Gpu:
 GPUS: Final = {
     gpu.name: gpu
     for gpu in (
-        Gpu("RTX 4090", 24 * _GIB, 1.008e12, 165e12, 661e12),
-        Gpu("A100", 80 * _GIB, 2.039e12, 312e12, 624e12),
-        Gpu("A800", 80 * _GIB, 2.039e12, 312e12, 624e12),
-        Gpu("H100", 80 * _GIB, 3.35e12, 989e12, 1979e12),
-        Gpu("H800", 80 * _GIB, 3.35e12, 989e12, 1979e12),
-        Gpu("H200", 141 * _GIB, 4.8e12, 989e12, 1979e12),
-        Gpu("B200", 180 * _GIB, 8.0e12, 2250e12, 4500e12),
+        GpuSheet("RTX 4090", 24 * _GIB, 1.008e12, 165e12, 661e12),
+        GpuSheet("A100", 80 * _GIB, 2.039e12, 312e12, 624e12),
+        GpuSheet("A800", 80 * _GIB, 2.039e12, 312e12, 624e12),
+        GpuSheet("H100", 80 * _GIB, 3.35e12, 989e12, 1979e12),
+        GpuSheet("H800", 80 * _GIB, 3.35e12, 989e12, 1979e12),
+        GpuSheet("H200", 141 * _GIB, 4.8e12, 989e12, 1979e12),
+        GpuSheet("B200", 180 * _GIB, 8.0e12, 2250e12, 4500e12),
     )
 }
 
@@ -76,7 +76,7 @@ KV_FORMATS: Final = {
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """What a model costs: parameters, those that one token uses, attention's width, and KV values by layer."""
+    """The sizes on which a model's costs depend, which are those of its parameters, its attention and its KV."""
 
     name: str
     parameters: float
@@ -149,7 +149,7 @@ class HardwarePlan:
         return max(self.compute_ms, self.memory_ms)
 
 
-def plan(gpu: Gpu, model: PlannedModel, tokens: int, weights: NumberFormat, kv: NumberFormat) -> HardwarePlan:
+def plan(gpu: GpuSheet, model: PlannedModel, tokens: int, weights: NumberFormat, kv: NumberFormat) -> HardwarePlan:
     """Return the plan for sequences of `tokens`, on as many GPUs, a power of two, as the weights need."""
     weight_bytes = model.parameters * weights.value_bytes
     gpus = 1
