@@ -43,39 +43,109 @@ def _emit_prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.intp), generate
 
 
-def _emit_dot(typing_context: Any, x: Any, i: Any, y: Any, j: Any, count: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        first, second = (_address(context, builder, signature, arguments, at) for at in (0, 2))
-        total = cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [0.0] * LANES))
-        with cgutils.for_range(builder, _vectors(builder, arguments[4])) as loop:
-            product = builder.fmul(
-                _load(builder, first, loop.index), _load(builder, second, loop.index), flags=_CONTRACT_FLAG
-            )
-            builder.store(builder.fadd(builder.load(total), product, flags=_CONTRACT_FLAG), total)
-        kind = ir.FunctionType(_FLOAT, [_FLOAT, _VECTOR])
-        reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fadd.v16f32")
-        return builder.call(reduce, [ir.Constant(_FLOAT, 0.0), builder.load(total)], fastmath=("reassoc",))
+def _emit_dots(keys: int) -> Callable[..., Any]:
+    """Return the emitter of `dots` for so many keys: 8 or 16."""
 
-    return types.float32(x, types.intp, y, types.intp, types.intp), generate
+    def emit(
+        typing_context: Any, scores: Any, s: Any, q: Any, i: Any, memory: Any, m: Any, count: Any, used: Any
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            out, query, key = (_address(context, builder, signature, arguments, at) for at in (0, 2, 4))
+            count, last = arguments[6], builder.sub(arguments[7], ir.Constant(arguments[7].type, 1))
+            rows, totals = [], []
+            for t in range(keys):
+                at = ir.Constant(last.type, t)
+                row = builder.select(builder.icmp_signed("<", at, last), at, last)  # keys beyond the last repeat it
+                rows.append(builder.gep(key, [builder.mul(row, count)]))
+                totals.append(cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [0.0] * LANES)))
+            with cgutils.for_range(builder, _vectors(builder, count)) as loop:
+                x = _load(builder, query, loop.index)
+                for row, total in zip(rows, totals, strict=True):
+                    builder.store(_fused(builder, builder.load(total), x, _load(builder, row, loop.index)), total)
+            # Neighbouring lanes are added until one is left per key, in the same order for every key.
+            parts = [builder.load(total) for total in totals]
+            while len(parts) > 1:
+                parts = [_pair_sums(builder, parts[n], parts[n + 1]) for n in range(0, len(parts), 2)]
+            for _ in range(LANES // keys - 1):
+                parts = [_pair_sums(builder, parts[0], parts[0])]
+            builder.store(parts[0], _vector_at(builder, out, ir.Constant(count.type, 0)), align=4)
+            return context.get_dummy_value()
+
+        return types.void(scores, types.intp, q, types.intp, memory, types.intp, types.intp, types.intp), generate
+
+    return emit
+
+
+def _pair_sums(builder: Any, x: Any, y: Any) -> Any:
+    """Return the sums of neighbouring lanes of x, then those of y."""
+    even, odd = (
+        builder.shuffle_vector(
+            x, y, ir.Constant(ir.VectorType(ir.IntType(32), LANES), list(range(first, 2 * LANES, 2)))
+        )
+        for first in (0, 1)
+    )
+    return builder.fadd(even, odd)
+
+
+def _fused(builder: Any, total: Any, x: Any, y: Any) -> Any:
+    return builder.fadd(total, builder.fmul(x, y, flags=_CONTRACT_FLAG), flags=_CONTRACT_FLAG)
 
 
 def _emit_mix(typing_context: Any, y: Any, count: Any, weights: Any, w: Any, values: Any, v: Any, rows: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         out = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         weight, value = (_address(context, builder, signature, arguments, at) for at in (2, 4))
-        with cgutils.for_range(builder, _vectors(builder, arguments[1])) as column:
-            total = cgutils.alloca_once_value(builder, _load(builder, out, column.index))
-            builder.store(_load(builder, out, column.index), total)
-            with cgutils.for_range(builder, arguments[6]) as row:
-                spread = _spread(builder, builder.load(builder.gep(weight, [row.index])))
-                here = builder.gep(value, [builder.mul(row.index, arguments[1])])
-                product = builder.fmul(spread, _load(builder, here, column.index), flags=_CONTRACT_FLAG)
-                builder.store(builder.fadd(builder.load(total), product, flags=_CONTRACT_FLAG), total)
-            target = _vector_at(builder, out, column.index)
-            builder.store(builder.load(total), target, align=4)
+        vectors, begin = _vectors(builder, arguments[1]), ir.Constant(arguments[1].type, 0)
+        for together in (4, 2, 1):  # sums that do not wait for each other
+            units = builder.sdiv(builder.sub(vectors, begin), ir.Constant(vectors.type, together))
+            end = builder.add(begin, builder.mul(units, ir.Constant(vectors.type, together)))
+            with cgutils.for_range(builder, units) as unit:
+                first = builder.add(begin, builder.mul(unit.index, ir.Constant(vectors.type, together)))
+                columns = [builder.add(first, ir.Constant(first.type, n)) for n in range(together)]
+                totals = [cgutils.alloca_once_value(builder, _load(builder, out, column)) for column in columns]
+                with cgutils.for_range(builder, arguments[6]) as row:
+                    spread = _spread(builder, builder.load(builder.gep(weight, [row.index])))
+                    here = builder.gep(value, [builder.mul(row.index, arguments[1])])
+                    for column, total in zip(columns, totals, strict=True):
+                        there = _load(builder, here, column)
+                        builder.store(_fused(builder, builder.load(total), spread, there), total)
+                for column, total in zip(columns, totals, strict=True):
+                    builder.store(builder.load(total), _vector_at(builder, out, column), align=4)
+            begin = end
         return context.get_dummy_value()
 
     return types.void(y, types.intp, weights, types.intp, values, types.intp, types.intp), generate
+
+
+def _emit_panel(rows: int, vectors: int) -> Callable[..., Any]:
+    """Return the emitter of `panel` for so many rows and vectors of columns."""
+
+    def emit(
+        typing_context: Any, out: Any, o: Any, out_row: Any, a: Any, i: Any, weight: Any, w: Any, w_row: Any, depth: Any
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            target, source, matrix = (_address(context, builder, signature, arguments, at) for at in (0, 3, 5))
+            out_row, w_row, depth = arguments[2], arguments[7], arguments[8]
+            columns = [ir.Constant(depth.type, n) for n in range(vectors)]
+            targets = [builder.gep(target, [builder.mul(out_row, ir.Constant(depth.type, r))]) for r in range(rows)]
+            sources = [builder.gep(source, [builder.mul(depth, ir.Constant(depth.type, r))]) for r in range(rows)]
+            totals = [[cgutils.alloca_once_value(builder, _load(builder, row, n)) for n in columns] for row in targets]
+            with cgutils.for_range(builder, depth) as loop:
+                here = builder.gep(matrix, [builder.mul(loop.index, w_row)])
+                factors = [_load(builder, here, n) for n in columns]
+                for row, sums in zip(sources, totals, strict=True):
+                    x = _spread(builder, builder.load(builder.gep(row, [loop.index])))
+                    for factor, total in zip(factors, sums, strict=True):
+                        builder.store(_fused(builder, builder.load(total), x, factor), total)
+            for row, sums in zip(targets, totals, strict=True):
+                for n, total in zip(columns, sums, strict=True):
+                    builder.store(builder.load(total), _vector_at(builder, row, n), align=4)
+            return context.get_dummy_value()
+
+        numbers = (types.intp, types.intp)
+        return types.void(out, *numbers, a, types.intp, weight, *numbers, types.intp), generate
+
+    return emit
 
 
 def _emit_widen(typing_context: Any, y: Any, k: Any, bytes_: Any, b: Any, count: Any, scale: Any) -> Any:
@@ -121,12 +191,23 @@ def _load(builder: Any, pointer: Any, index: Any) -> Any:
 prefetch = cast("Callable[[Floats, int], None]", intrinsic(_emit_prefetch))
 """prefetch(array, i): request the cache line of array[i] early; never faults."""
 
-dot = cast("Callable[[Floats, int, Floats, int, int], np.float32]", intrinsic(_emit_dot))
-"""dot(x, i, y, j, count): sum of x[i + k] * y[j + k] for k < count; count must be a multiple of 16."""
+_Dots = Callable[[Floats, int, Floats, int, Floats, int, int, int], None]
+dots8, dots16 = (cast("_Dots", intrinsic(_emit_dots(keys))) for keys in (8, 16))
+"""dots16(scores, s, q, i, memory, m, count, n): for r < n <= 16, scores[s + r] = sum over k < count of
+q[i + k] * memory[m + r * count + k]; count must be a multiple of 16. Also overwrites what follows, up to
+scores[s + 15]. dots8: for n <= 8."""
 
 mix = cast("Callable[[Floats, int, Floats, int, Floats, int, int], None]", intrinsic(_emit_mix))
 """mix(y, count, weights, w, values, v, n): for k < count, y[k] += sum over rows r < n of
 weights[w + r] * values[v + r * count + k]; count must be a multiple of 16."""
+
+_Panel = Callable[[Floats, int, int, Floats, int, Floats, int, int, int], None]
+panel_8x2, panel_8x1, panel_4x4, panel_4x1, panel_2x8, panel_2x1, panel_1x16, panel_1x1 = (
+    cast("_Panel", intrinsic(_emit_panel(rows, vectors)))
+    for rows, vectors in ((8, 2), (8, 1), (4, 4), (4, 1), (2, 8), (2, 1), (1, 16), (1, 1))
+)
+"""panel_RxV(out, o, out_row, a, i, weight, w, w_row, depth): for r < R and c < 16 * V,
+out[o + r * out_row + c] += sum of a[i + r * depth + k] * weight[w + k * w_row + c] over k < depth, in order."""
 
 widen = cast("Callable[[Floats, int, Bytes, int, int, np.float32], None]", intrinsic(_emit_widen))
 """widen(y, k, bytes, b, count, scale): y[k + i] = int8(bytes[b + i]) * scale for i < count; count must be a multiple of
@@ -154,7 +235,7 @@ _HALF_LEAST_NORMAL = np.float32(2.0**-14)
 _HALF_STEPS = np.float32(2.0**24)  # per 1, below the least normal value
 _HALF_EXPONENT = np.int32(112 << 23)  # difference of the exponents' biases
 _LINE = 16  # floats per cache line
-_COLUMNS = 512  # columns of a weight slab of 8 rows that together stay in the first-level cache
+_ROWS_AT_ONCE = 64  # rows of a product for which a strip of the matrix stays in the cache
 
 
 class DecoderDims(NamedTuple):
@@ -289,34 +370,50 @@ def multiply(a: Floats, weight: Floats, bias: Floats, out: Floats, accumulate: b
         if bias.size:
             for j in range(width):
                 out[i, j] += bias[j]
-    even = depth - depth % 8
-    for left in range(0, width, _COLUMNS):
-        right = min(left + _COLUMNS, width)
-        for k in range(0, even, 8):
-            w0, w1, w2, w3 = (
-                weight[k, left:right],
-                weight[k + 1, left:right],
-                weight[k + 2, left:right],
-                weight[k + 3, left:right],
-            )
-            w4, w5, w6, w7 = (
-                weight[k + 4, left:right],
-                weight[k + 5, left:right],
-                weight[k + 6, left:right],
-                weight[k + 7, left:right],
-            )
-            for i in range(rows):
-                y, x = out[i, left:right], a[i, k : k + 8]
-                x0, x1, x2, x3, x4, x5, x6, x7 = x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]
-                for j in range(right - left):
-                    total = y[j] + x0 * w0[j] + x1 * w1[j] + x2 * w2[j] + x3 * w3[j]
-                    y[j] = total + x4 * w4[j] + x5 * w5[j] + x6 * w6[j] + x7 * w7[j]
-        for k in range(even, depth):
-            w0 = weight[k, left:right]
-            for i in range(rows):
-                y, x0 = out[i, left:right], a[i, k]
-                for j in range(right - left):
-                    y[j] += x0 * w0[j]
+    whole = width - width % LANES
+    for top in range(0, rows, _ROWS_AT_ONCE):
+        bottom = min(rows, top + _ROWS_AT_ONCE)
+        i = top
+        while bottom - i >= 8:
+            i += 8
+        for j in range(0, whole - whole % 32, 32):
+            for n in range(top, i, 8):
+                panel_8x2(out, n * out.shape[1] + j, out.shape[1], a, n * depth, weight, j, weight.shape[1], depth)
+        if whole % 32:
+            j = whole - LANES
+            for n in range(top, i, 8):
+                panel_8x1(out, n * out.shape[1] + j, out.shape[1], a, n * depth, weight, j, weight.shape[1], depth)
+        if bottom - i >= 4:
+            j = 0
+            while whole - j >= 64:
+                panel_4x4(out, i * out.shape[1] + j, out.shape[1], a, i * depth, weight, j, weight.shape[1], depth)
+                j += 64
+            while j < whole:
+                panel_4x1(out, i * out.shape[1] + j, out.shape[1], a, i * depth, weight, j, weight.shape[1], depth)
+                j += LANES
+            i += 4
+        if bottom - i >= 2:
+            j = 0
+            while whole - j >= 128:
+                panel_2x8(out, i * out.shape[1] + j, out.shape[1], a, i * depth, weight, j, weight.shape[1], depth)
+                j += 128
+            while j < whole:
+                panel_2x1(out, i * out.shape[1] + j, out.shape[1], a, i * depth, weight, j, weight.shape[1], depth)
+                j += LANES
+            i += 2
+        if i < bottom:
+            j = 0
+            while whole - j >= 256:
+                panel_1x16(out, i * out.shape[1] + j, out.shape[1], a, i * depth, weight, j, weight.shape[1], depth)
+                j += 256
+            while j < whole:
+                panel_1x1(out, i * out.shape[1] + j, out.shape[1], a, i * depth, weight, j, weight.shape[1], depth)
+                j += LANES
+    for i in range(rows if whole < width else 0):
+        for k in range(depth):
+            x = a[i, k]
+            for j in range(whole, width):
+                out[i, j] += x * weight[k, j]
 
 
 @_kernel(set())
@@ -665,24 +762,31 @@ def _attend_head(
     scale, softcap, sink = scoring
     head_dim = q.size
     vectors = head_dim % LANES == 0
-    top = sink
     for block in range(first // block_tokens, last // block_tokens + 1):
         start = block * block_tokens
         keys = base + table[block] * slot_size
         # The slots are scattered, so the hardware prefetcher cannot follow them: fetch the values of this slot and the
         # keys of the next one while this slot's keys are multiplied.
         following = base + table[min(block + 1, last // block_tokens)] * slot_size
-        for t in range(max(first - start, 0), min(last + 1 - start, block_tokens)):
-            at = keys + t * head_dim
-            for line in range(t * head_dim, (t + 1) * head_dim if lead else 0, _LINE):
-                prefetch(memory, keys + block_tokens * head_dim + line)
-                prefetch(memory, following + line)
-            score = scale * (dot(q, 0, memory, at, head_dim) if vectors else _dot(q, memory[at : at + head_dim]))
-            if softcap > 0:
-                score = softcap * np.tanh(score / softcap)
-            scores[start + t - first] = score
-            top = max(top, score)
+        begin, end = max(first - start, 0), min(last + 1 - start, block_tokens)
+        for line in range(begin * head_dim, end * head_dim if lead else 0, _LINE):
+            prefetch(memory, keys + block_tokens * head_dim + line)
+            prefetch(memory, following + line)
+        for t in range(begin, end, LANES if vectors else 1):
+            at, place = keys + t * head_dim, start + t - first
+            if not vectors:
+                scores[place] = _dot(q, memory[at : at + head_dim])
+            elif end - t > 8:
+                dots16(scores, place, q, 0, memory, at, head_dim, min(end - t, LANES))
+            else:
+                dots8(scores, place, q, 0, memory, at, head_dim, end - t)
     share = scores[: last + 1 - first]
+    for t in range(share.size):
+        share[t] *= scale
+    if softcap > 0:
+        for t in range(share.size):
+            share[t] = softcap * np.tanh(share[t] / softcap)
+    top = max(sink, _max(share))
     total = _exp_sum(share, top, np.float32(1.0))
     if sink > _NO_SINK:
         total += _exp(sink - top)

@@ -384,7 +384,7 @@ class CompiledBackend:
             mixed=buffer("mixed", c.q_size),
             gate_up=buffer("gate_up", 2 * f),
             gated=buffer("gated", f),
-            scores=self._buffer("scores", positions),
+            scores=self._buffer("scores", positions + kernels.LANES),
             steps=self._buffer("steps", c.int8_linears * rows * max(c.hidden_size, c.q_size, f)),
             products=self._buffer("products", c.int8_linears * rows * max(c.hidden_size, qkv, 2 * f)),
             token_scales=self._buffer("token_scales", c.int8_linears * rows),

@@ -137,6 +137,7 @@ class _TritonStep:
             SPLITS=tiles.splits,
             HAS_SINKS=bool(sinks.numel()),
             HAS_CAP=config.attention_softcap > 0,
+            WIDEN=q.device.type == "cpu",
             FIELDS=kernels.TILE_FIELDS,
         )
         if tiles.splits > 1:

@@ -49,6 +49,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    WIDEN: tl.constexpr,  # products of float32: the interpreter's of bfloat16 are wrong
     FIELDS: tl.constexpr,
 ):
     head, split = tl.program_id(1), tl.program_id(2)
@@ -103,7 +104,10 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         else:
             k = tl.load(kv + source[:, None] + column[None, :], mask=mask, other=0.0)
             v = tl.load(kv + value_source[:, None] + column[None, :], mask=mask, other=0.0)
-        scores = tl.dot(asked, tl.trans(k), input_precision="ieee") * scale
+        shares_type = v.dtype
+        if WIDEN:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        scores = tl.dot(asked.to(k.dtype), tl.trans(k), input_precision="ieee") * scale
         if HAS_CAP:
             scores = _capped(scores, softcap)
         visible = is_key[None, :] & (key[None, :] >= low[:, None]) & (key[None, :] <= position + row[:, None])
@@ -114,7 +118,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         shares = tl.exp(scores - base[:, None])
         kept = tl.exp(top - base)
         total = total * kept + tl.sum(shares, 1)
-        mixed = mixed * kept[:, None] + tl.dot(shares.to(v.dtype), v, input_precision="ieee")
+        mixed = mixed * kept[:, None] + tl.dot(shares.to(shares_type).to(v.dtype), v, input_precision="ieee")
         top = new_top
 
     target = (place * KV_HEADS * SHARED + of_head) * HEAD_DIM

@@ -193,17 +193,19 @@ def runner() -> Callable[..., Runner]:
 
 
 @pytest.fixture(scope="session")
-def reference(model_folder: Callable[[str], Path]) -> Callable[[str, np.ndarray], np.ndarray]:
+def reference(model_folder: Callable[[str], Path]) -> Callable[..., np.ndarray]:
     """Logits [n, vocab] of transformers for a sequence."""
     from transformers import AutoModelForCausalLM  # slow to import: only for the tests that compare with it
 
-    loaded: dict[str, Any] = {}
+    loaded: dict[Any, Any] = {}
 
-    def logits(name: str, token_ids: np.ndarray) -> np.ndarray:
-        if name not in loaded:
-            loaded[name] = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=torch.float32).eval()
+    def logits(name: str, token_ids: np.ndarray, dtype: torch.dtype = torch.float32) -> np.ndarray:
+        key = (name, dtype)
+        if key not in loaded:
+            loaded[key] = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=dtype).eval()
         with torch.inference_mode():
-            result: np.ndarray = loaded[name](torch.from_numpy(token_ids.astype(np.int64))[None]).logits[0].numpy()
+            found = loaded[key](torch.from_numpy(token_ids.astype(np.int64))[None]).logits[0]
+        result: np.ndarray = found.float().numpy()
         return result
 
     return logits
