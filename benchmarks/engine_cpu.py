@@ -3,7 +3,12 @@
 Both sides do the work of serving: greedy decode over a KV cache from a context of 256 tokens on, at batch 1 and 8; and
 a prefill of 1,024 tokens that fills the cache and returns the logits of the last position. transformers uses its fast
 path (sdpa attention, inference mode, DynamicCache, `logits_to_keep=1`) and direct calls of its model instead of
-`generate`. Repetitions of both sides alternate, and ratios are of medians. The last line of output is JSON.
+`generate`. Repetitions of both sides alternate, and ratios are of medians.
+
+`prefill_product_share` and `decode_b8_product_share` are the times that the products of the linear layers alone take by
+torch, with the same matrices and as many rows, as shares of the engine's whole time: what the best implementation could
+reach if nothing else took time. The last line of output is JSON. `--store` writes
+benchmarks/results/engine-cpu-DATE.json.
 """
 
 import argparse
@@ -19,6 +24,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from benchmarks.stored import store
 from engine import ForwardBatch, Model, PagedCache, SequenceChunk, load_model
 from engine.random_model import RandomModelSpec, write_random_model
 
@@ -114,6 +120,23 @@ def measure(
     yield f"prefill_{length}", length / seconds[0], length / seconds[1]
 
 
+def product_seconds(model: Model, rows: int, repetitions: int) -> float:
+    """Return the median seconds of a step's linear layers, as torch multiplies their matrices with `rows` rows."""
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    d, q, f = config.hidden_size, config.q_size, config.intermediate_size
+    shapes = [(d, q + 2 * config.kv_size), (q, d), (d, 2 * f), (f, d)] * config.num_layers
+    matrices = [torch.randn(shape, generator=generator) for shape in shapes]
+    inputs = {size: torch.randn(rows, size, generator=generator) for size in (d, q, f)}
+    taken = []
+    with torch.inference_mode():
+        for _ in range(repetitions + 1):
+            begin = time.perf_counter()
+            for matrix in matrices:
+                inputs[len(matrix)] @ matrix
+            taken.append(time.perf_counter() - begin)
+    return statistics.median(taken[1:])
+
+
 def main() -> None:
     """Run the comparison and print it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -121,6 +144,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of both sides, default %(default)s")
     parser.add_argument("--steps", type=int, default=48, help="decode steps per repetition, default %(default)s")
     parser.add_argument("--repetitions", type=int, default=9, help="repetitions per side, default %(default)s")
+    parser.add_argument("--store", action="store_true", help="write the result")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.model or (BUNDLED if (BUNDLED / "config.json").is_file() else None)
@@ -138,6 +162,12 @@ def main() -> None:
                 flush=True,
             )
             result |= {f"{name}_ratio": round(ours / theirs, 3), f"{name}_tokens_per_s": round(ours, 1)}
+        for name, rows in (("prefill", min(1024, model.config.max_positions)), ("decode_b8", 8)):
+            figure = f"prefill_{rows}" if name == "prefill" else name
+            seconds = product_seconds(model, rows, 3 * arguments.repetitions)
+            result[f"{name}_product_share"] = round(seconds * float(result[f"{figure}_tokens_per_s"]) / rows, 3)
+        if arguments.store:
+            store("engine-cpu", result)
         print(json.dumps(result))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from engine.config_values import MAX_COUNT, ConfigReader, positive, read_json, shown
 from engine.errors import ConfigInvalid, ModelFolderMissing, TokenizerMissing, UnsupportedModel
 from engine.families import FAMILIES, OF_ARCHITECTURE, ModelFamily
-from engine.quantisation import has_int8_linears
+from engine.quantisation import PackedIntegers, read_quantisation
 from engine.rope_config import LAYER_TYPES, RopeConfig, read_ropes
 
 FULL = "full"
@@ -78,6 +78,7 @@ class ModelConfig:
     attention_scale: float  # of the products of queries and keys
     attention_softcap: float  # scores become cap * tanh(score / cap); 0 = they do not
     int8_linears: bool  # weights and activations of linear layers are rounded to int8 (`engine.int8_linear`)
+    packed_weights: PackedIntegers | None  # weights of linear layers are stored as packed integers
     kv_scale_group: int  # > 0: KV is rounded to int8, of which so many values of a row share a scale
     attention_sinks: bool  # each head has a learned score that takes a share of the softmax and adds nothing
     logits_softcap: float
@@ -194,11 +195,13 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
     windows = _layer_windows(read, family, num_layers)
     ropes = read_ropes(read, by_layer_type=family == "gemma3_text")
     experts, sparse_layers = _experts(read, family, num_layers)
+    intermediate = read.count("intermediate_size")
+    int8_linears, packed = read_quantisation(read)
     return ModelConfig(
         family=family,
         vocab_size=read.count("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=read.count("intermediate_size"),
+        intermediate_size=intermediate,
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -211,7 +214,8 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
         experts=experts,
         sparse_layers=sparse_layers,
         kv_owners=_kv_owners(read, family, windows),
-        int8_linears=has_int8_linears(read),
+        int8_linears=int8_linears,
+        packed_weights=_packed(packed, where, hidden, heads * head_dim, intermediate),
         kv_scale_group=_kv_scale_group(read, family, head_dim),
         attention_scale=(read.positive("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
         attention_softcap=_softcap(read, "attn_logit_softcapping", 50.0) if family == "gemma2" else 0.0,
@@ -230,6 +234,16 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
         eos_token_ids=_eos(generation.get("eos_token_id", raw.get("eos_token_id")), where),
         bos_token_id=_bos(raw.get("bos_token_id"), where),
     )
+
+
+def _packed(packed: PackedIntegers | None, where: str, *inputs: int) -> PackedIntegers | None:
+    """Return `packed` if its groups divide the inputs of all linear layers."""
+    if packed and packed.group and any(size % packed.group for size in inputs):
+        raise UnsupportedModel(
+            f"{where}: group_size of quantization_config must divide the inputs of all linear layers "
+            f"({', '.join(map(str, inputs))}), got {packed.group}"
+        )
+    return packed
 
 
 def _family(read: ConfigReader) -> ModelFamily:

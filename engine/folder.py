@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.config import ModelConfig, read_config
 from engine.errors import CheckpointDamaged, ModelFolderMissing, TensorMismatch, UnsupportedModel
+from engine.quantisation import PackedIntegers
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 SCALE_SUFFIX = "_scale"  # after the name of a tensor in int8: its scales
@@ -24,10 +25,19 @@ class TensorPart:
     place: tuple[int, ...]  # leading indices in the stacked tensor: of the layer, or of layer and expert
     first_column: int = 0
     is_int8: bool = False
+    packed: PackedIntegers | None = None
 
     def in_layer(self, layer: int) -> str:
         """Return the tensor's full name in this layer."""
         return f"model.layers.{layer}.{self.name}"
+
+    def stored(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of the tensors that a checkpoint has in its place: three if it is packed."""
+        name = self.in_layer(layer)
+        if self.packed is None:
+            return {name: self.shape}
+        outputs, inputs = self.shape
+        return {name + suffix: shape for suffix, shape in self.packed.shapes(outputs, inputs).items()}
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -37,7 +47,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         FINAL_NORM: (config.hidden_size,),
     }
     for layer in range(config.num_layers):
-        shapes |= {part.in_layer(layer): part.shape for part in layer_parts(config, layer)}
+        for part in layer_parts(config, layer):
+            shapes |= part.stored(layer)
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     return shapes
@@ -112,12 +123,14 @@ def _experts(config: ModelConfig, here: tuple[int, ...]) -> Iterator[TensorPart]
 def _matrix(
     config: ModelConfig, field: str, name: str, shape: tuple[int, int], place: tuple[int, ...], column: int = 0
 ) -> Iterator[TensorPart]:
-    yield TensorPart(field, name, shape, place, column, is_int8=config.int8_linears)
+    packed = config.packed_weights
+    yield TensorPart(field, name, shape, place, column, is_int8=config.int8_linears, packed=packed)
     if config.int8_linears:
         yield TensorPart(f"{field}_scale", name + SCALE_SUFFIX, (shape[0], 1), place, column)
 
 
 _DTYPES = {"F32", "F16", "BF16"}
+_PACKED_DTYPES = {"_packed": {"I32"}, "_shape": {"I64"}}
 WEIGHTS = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
 _MAX_NAME_BYTES = 255  # of file systems
@@ -156,7 +169,7 @@ def check_tensors(folder: Path, config: ModelConfig, found: dict[str, StoredTens
     """Compare names, shapes and dtypes of the tensors found with those that `config` requires.
 
     Raises `TensorMismatch` with every difference, and `UnsupportedModel` for a dtype other than F32, F16 and BF16, or
-    I8 for the weights of linear layers in int8.
+    that of the integers of quantized weights.
     """
     expected = tensor_shapes(config)
     missing = [name for name in expected if name not in found]
@@ -166,7 +179,7 @@ def check_tensors(folder: Path, config: ModelConfig, found: dict[str, StoredTens
         raise TensorMismatch(str(folder), missing=missing, unexpected=unexpected, wrong_shape=wrong)
     in_int8 = set(int8_tensors(config))
     for name in expected:
-        dtypes = {"I8"} if name in in_int8 else _DTYPES
+        dtypes = {"I8"} if name in in_int8 else _PACKED_DTYPES.get(name[name.rfind("_") :], _DTYPES)
         if (dtype := found[name].dtype) not in dtypes:
             supported = ", ".join(sorted(dtypes))
             raise UnsupportedModel(f"{folder}: tensor {name} is stored as {dtype} (supported: {supported})")

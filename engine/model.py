@@ -205,6 +205,7 @@ _PLAIN = {
     "experts": None,
     "sparse_layers": (),
     "int8_linears": False,
+    "packed_weights": None,
     "kv_scale_group": 0,
     "attention_softcap": 0.0,
     "attention_sinks": False,

@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 
 from engine.config import parse_config
 from engine.families import FAMILIES
-from engine.folder import SCALE_SUFFIX, int8_tensors, tensor_shapes
+from engine.folder import SCALE_SUFFIX, int8_tensors, layer_parts, tensor_shapes
 from engine.int8_linear import quantise_checkpoint
+from engine.packed_weights import pack
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -101,7 +102,20 @@ def write_random_model(
     shapes, in_int8 = tensor_shapes(config), int8_tensors(config)
     for name in in_int8:
         del shapes[name + SCALE_SUFFIX]
+    packed = {
+        part.in_layer(layer): (part.shape, part.packed)
+        for layer in range(config.num_layers)
+        for part in layer_parts(config, layer)
+        if part.packed is not None
+    }
+    for name, (shape, of) in packed.items():
+        for suffix in of.shapes(*shape):
+            del shapes[name + suffix]
+        shapes[name] = shape
     tensors = {name: _random(name, shapes[name], spec.scale, generator) for name in sorted(shapes)}
+    for name, (shape, of) in packed.items():
+        tensors[f"{name}_shape"] = torch.tensor(shape)
+        tensors[f"{name}_packed"], tensors[f"{name}_scale"] = pack(tensors.pop(name), of)
     save_file(quantise_checkpoint(tensors, in_int8), folder / "model.safetensors")
     if tokenizer is not None:
         for name in _TOKENIZER_FILES:

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from engine.config import ModelConfig
 from engine.errors import CheckpointDamaged
-from engine.folder import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, layer_parts
+from engine.folder import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, TensorPart, layer_parts
+from engine.packed_weights import unpacked
 
 
 class Checkpoint:
@@ -132,8 +133,11 @@ def load_weights(
     }
     for layer in range(config.num_layers):
         for part in layer_parts(config, layer):
-            read = place_norm if part.field.endswith("norm") else place
-            tensor = read(part.in_layer(layer), part.field).t()  # t() leaves vectors as they are
+            if part.packed is not None:
+                tensor = _unpacked(checkpoint, part, layer).to(device=device, dtype=dtype).t()
+            else:
+                read = place_norm if part.field.endswith("norm") else place
+                tensor = read(part.in_layer(layer), part.field).t()  # t() leaves vectors as they are
             columns = slice(part.first_column, part.first_column + tensor.shape[-1])
             stacked[part.field][part.place][..., columns] = tensor
     embedding = place(EMBEDDING)
@@ -143,6 +147,17 @@ def load_weights(
         head=embedding if config.tie_word_embeddings else place(HEAD),
         **stacked,
     )
+
+
+def _unpacked(checkpoint: Checkpoint, part: TensorPart, layer: int) -> torch.Tensor:
+    """Return a packed matrix, float32 [outputs, inputs]. Raises `CheckpointDamaged`."""
+    assert part.packed is not None
+    packed, scales, shape = (checkpoint.read(name) for name in part.stored(layer))
+    if tuple(shape.tolist()) != part.shape:
+        raise CheckpointDamaged(
+            f"{part.in_layer(layer)}_shape must be {list(part.shape)}, got {shape.tolist()}: the weights are damaged"
+        )
+    return unpacked(packed, scales, part.packed, part.shape[1])
 
 
 _MATRICES = ("qkv", "out", "gate_up", "down")

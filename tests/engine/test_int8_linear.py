@@ -154,7 +154,7 @@ def test_it_is_close_to_the_model_in_full_precision(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"quant_method": "gptq"}, r'quant_method must be "compressed-tensors", got "gptq"'),
-        ({"format": "pack-quantized"}, r'format must be "int-quantized", got "pack-quantized"'),
+        ({"format": "float-quantized"}, r'format must be "int-quantized" or "pack-quantized", got "float-quan'),
         ({"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme must be null"),
         ({"config_groups": {}}, "config_groups must be 1, got 0"),
         ({"config_groups": {"g": None}}, r'config_groups\.g\.targets must be \["Linear"\], got null'),

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from engine import ForwardBatch, Model, load_model
 from engine.int8_linear import quantise_checkpoint
-from engine.quantisation import INT8_ACTIVATIONS, INT8_WEIGHTS
+from engine.packed_weights import pack
+from engine.quantisation import INT8_ACTIVATIONS, INT8_WEIGHTS, PackedIntegers
 from tests.engine.conftest import FAMILIES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,6 +28,12 @@ if DEVICE == "cpu":
 LENGTH = 41
 TOLERANCE = 1e-4
 SMALL_KL = 2e-3
+QUANTISED = ("int8", "int4")
+INT8_SCHEME = {"weights": INT8_WEIGHTS, "input_activations": INT8_ACTIVATIONS}
+INT4_SCHEME = {
+    "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16},
+    "input_activations": None,
+}
 CHUNKS = {
     "whole": [LENGTH],
     "single tokens at the end": [LENGTH - 3, 1, 1, 1],
@@ -49,14 +56,14 @@ class ParityCase:
     @property
     def is_possible(self) -> bool:
         has_experts = FAMILIES[self.family]["family"] in ("mixtral", "qwen3_moe")
-        return not (self.form == "int8" and has_experts) and not (
+        return not (self.form in QUANTISED and has_experts) and not (
             self.form == "bfloat16" and self.backend == "compiled"
         )
 
 
 def every_case() -> list[ParityCase]:
     backends = ["compiled", "torch", "triton"]
-    grid = itertools.product(sorted(FAMILIES), backends, [1, 4, 16], CHUNKS, ["float32", "bfloat16", "int8"])
+    grid = itertools.product(sorted(FAMILIES), backends, [1, 4, 16], CHUNKS, ["float32", "bfloat16", *QUANTISED])
     return [case for case in itertools.starmap(ParityCase, grid) if case.is_possible]
 
 
@@ -93,33 +100,42 @@ class References:
         key = (case.family, case.backend, case.form)
         if key not in self._models:
             dtype = "bfloat16" if case.form == "bfloat16" else "float32"
-            folder = self._int8_folder(case.family) if case.form == "int8" else self._folder(case.family)
+            folder = self._quantised(case) if case.form in QUANTISED else self._folder(case.family)
             self._models[key] = load_model(folder, dtype=dtype, backend=case.backend, device=DEVICE, threads=1)  # type: ignore[arg-type]
         return self._models[key]
 
-    def _int8_folder(self, family: str) -> Path:
-        """Return the family's folder with linear layers in int8."""
-        source, folder = self._folder(family), self._root / family
+    def _quantised(self, case: ParityCase) -> Path:
+        """Return the family's folder with quantised linear layers."""
+        source, folder = self._folder(case.family), self._root / f"{case.family}-{case.form}"
         if not folder.exists():
             folder.mkdir()
             raw = json.loads((source / "config.json").read_text())
-            scheme = {"targets": ["Linear"], "weights": INT8_WEIGHTS, "input_activations": INT8_ACTIVATIONS}
+            scheme = INT8_SCHEME if case.form == "int8" else INT4_SCHEME
             raw["quantization_config"] = {
                 "quant_method": "compressed-tensors",
-                "format": "int-quantized",
-                "config_groups": {"group_0": scheme},
+                "format": "int-quantized" if case.form == "int8" else "pack-quantized",
+                "config_groups": {"group_0": {"targets": ["Linear"], **scheme}},
                 "ignore": ["lm_head"],
             }
             (folder / "config.json").write_text(json.dumps(raw))
             tensors = load_file(source / "model.safetensors")
             linear = [name for name in tensors if "_proj.weight" in name]
-            save_file(quantise_checkpoint(tensors, linear), folder / "model.safetensors")
+            if case.form == "int8":
+                tensors = quantise_checkpoint(tensors, linear)
+            for name in linear if case.form == "int4" else ():
+                weights = tensors.pop(name)
+                tensors[f"{name}_shape"] = torch.tensor(weights.shape)
+                tensors[f"{name}_packed"], tensors[f"{name}_scale"] = pack(weights, PackedIntegers(4, 16))
+            save_file(tensors, folder / "model.safetensors")
         return folder
 
     def compare(self, case: ParityCase, ids: np.ndarray, found: np.ndarray) -> None:
         if case.form == "int8":
             # An activation that is rounded to the next integer changes what follows.
             assert kl(self.model(case).score(ids), found) < SMALL_KL
+            return
+        if case.form == "int4":  # `test_packed_weights.py` compares what is unpacked
+            np.testing.assert_allclose(found, self.model(case).score(ids), atol=TOLERANCE, rtol=0)
             return
         want = self._logits(case.family, ids)
         if case.form == "float32":

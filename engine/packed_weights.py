@@ -1,0 +1,35 @@
+"""Weights of linear layers as packed integers of 4 or 8 bits, which are weights only: activations stay floats (W4A16).
+
+Checkpoints are in compressed-tensors' `pack-quantized` format: an integer is stored as itself plus 2^(bits - 1), and
+those of one int32 are consecutive inputs, the first one in the lowest bits. Values along the inputs share a scale, by
+groups or all of an output's. The engine multiplies in the type of its computation, so it unpacks the weights when they
+are loaded; on CPUs this gives the exact result in float32.
+"""
+
+import torch
+
+from engine.quantisation import PackedIntegers
+
+_WORD = 32
+
+
+def unpacked(packed: torch.Tensor, scales: torch.Tensor, of: PackedIntegers, inputs: int) -> torch.Tensor:
+    """Return weights, float32 [outputs, inputs], of int32 [outputs, words] and their scales [outputs, groups]."""
+    shifts = torch.arange(0, _WORD, of.bits, dtype=torch.int32)
+    steps = (packed.unsqueeze(-1) >> shifts) & ((1 << of.bits) - 1)
+    wide = steps.flatten(1)[:, :inputs].float() - (1 << (of.bits - 1))
+    return (wide.reshape(*scales.shape, -1) * scales.float().unsqueeze(-1)).flatten(1)
+
+
+def pack(weights: torch.Tensor, of: PackedIntegers) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (packed, scales in float16) of weights [outputs, inputs], rounded to the nearest integers."""
+    least, most = -(1 << (of.bits - 1)), (1 << (of.bits - 1)) - 1
+    outputs, inputs = weights.shape
+    grouped = weights.float().reshape(outputs, -1, of.group or inputs)
+    scales = (grouped.abs().amax(dim=-1) / most).half()
+    steps = (grouped / scales.float().clamp(min=1e-8).unsqueeze(-1)).round().clamp(least, most).flatten(1)
+    per_word = _WORD // of.bits
+    codes = torch.nn.functional.pad((steps - least).to(torch.int64), (0, -inputs % per_word))
+    codes = codes.reshape(outputs, -1, per_word)
+    words = (codes << torch.arange(0, _WORD, of.bits)).sum(dim=-1)
+    return (words - ((words >> (_WORD - 1)) << _WORD)).to(torch.int32), scales
