@@ -116,8 +116,8 @@ def _strongly_connected(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def long_signatures(modules: list[Module]) -> list[str]:
-    """Return the functions with more than `MAX_PARAMETERS` parameters, except commands of the command line and kernels
-    of Triton, which take single pointers and numbers.
+    """Return the functions with more than `MAX_PARAMETERS` parameters, except commands of the command line, kernels of
+    Triton and numba's intrinsics, which take single arrays and numbers.
     """
     found = []
     for module in modules:
@@ -132,7 +132,9 @@ def long_signatures(modules: list[Module]) -> list[str]:
 
 
 def _is_kernel(function: Function) -> bool:
-    return any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
+    first = [argument.arg for argument in function.args.args[:1]]
+    is_triton = any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
+    return is_triton or first == ["typing_context"]
 
 
 def _is_command(function: Function) -> bool:
