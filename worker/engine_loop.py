@@ -94,7 +94,7 @@ class EngineLoop:
         """`allows_long_steps`: prompts that wait for reused KV may be computed in longer steps than `limits`."""
         self._steps = steps
         self._limits = limits
-        self._arriving_limits = limits.while_arriving() if allows_long_steps else limits
+        self._allows_long_steps = allows_long_steps
         self._on_step = on_step
         self._on_layer: LayerHook | None = None
         self._wake = threading.Condition()
@@ -212,8 +212,8 @@ class EngineLoop:
                 prompts = arriving[:1]
                 # Where sequences decode, the next one waits for the end of the step; where there are windows, every
                 # token of a step takes a slot in them.
-                if prompts[0].prefill_only and prompts[0].window is None:
-                    limits = self._arriving_limits
+                if self._allows_long_steps and prompts[0].prefill_only and prompts[0].window is None:
+                    limits = limits.while_arriving(prompts[0].reused_tokens)
             plan = plan_step(
                 [s.remaining for s in ready],
                 [(s.num_computed, s.chunk_end) for s in prompts],

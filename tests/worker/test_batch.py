@@ -8,6 +8,10 @@ from worker.policy import BatchLimits, plan_step
 LIMITS = BatchLimits(max_batch=4, chunk_tokens=32, block_tokens=8)
 
 
+def test_a_step_while_kv_arrives_has_as_many_tokens_as_are_reused_within_bounds() -> None:
+    assert [LIMITS.while_arriving(reused).chunk_tokens for reused in (8, 32, 100, 256, 999)] == [32, 32, 100, 256, 256]
+
+
 def test_nothing_to_do_is_an_empty_plan() -> None:
     assert plan_step([], [], LIMITS).is_empty
 

@@ -22,13 +22,15 @@ class BatchLimits:
     block_tokens: int
     window_slots: int = 0  # blocks with KV in groups with windows, 0: enough for full batches (`num_window_slots`)
 
-    def while_arriving(self) -> BatchLimits:
-        """Return the bounds of a step whose prompt waits, layer by layer, for reused KV.
+    def while_arriving(self, reused_tokens: int) -> BatchLimits:
+        """Return the bounds of a step whose prompt waits, layer by layer, for the KV of `reused_tokens`.
 
         Only the tokens of this step are computed while the KV arrives; those of later steps follow after it. So a
-        longer step hides more of the transfer.
+        longer step hides more of the transfer. A prompt that arrives meanwhile waits for the end of the step: it has no
+        more tokens than are reused, whose transfer takes less time than their computation, or they would not be.
         """
-        return replace(self, chunk_tokens=ARRIVING_CHUNKS * self.chunk_tokens)
+        tokens = min(ARRIVING_CHUNKS * self.chunk_tokens, max(self.chunk_tokens, reused_tokens))
+        return replace(self, chunk_tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True)
