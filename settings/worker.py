@@ -91,7 +91,7 @@ class EngineSettings(SettingsGroup):
     ] = "transformer"
     engine_backend: Annotated[
         Literal["auto", "compiled", "triton", "flash-attn", "torch"],
-        Key("How the transformer computes; auto is compiled on a CPU in float32, triton on a GPU, and torch otherwise"),
+        Key("How the transformer computes; auto is compiled on a CPU in float32, and torch otherwise"),
     ] = "auto"
     vllm_args: Annotated[
         str,

@@ -1,7 +1,8 @@
 """Proof on a GPU of everything that is written for GPUs: `python -m tools.gpu_proof [PYTEST ARGUMENT...]`.
 
-Runs the tests marked `gpu`, in at most ten minutes, and writes their outcome to out/gpu-proof.xml. What needs an RDMA
-adapter or vLLM too is skipped without it, and the reason is printed.
+Runs the tests marked `gpu`, and those of the engine's backends, which otherwise run on CPUs, in at most ten minutes, and
+writes their outcome to out/gpu-proof.xml. What needs an RDMA adapter or vLLM too is skipped without it, and the reason
+is printed.
 
 Exit status: 0 all tests passed; 1 a test failed or was not finished in time; 3 there is no GPU, and nothing was run.
 """
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+TESTS = ("tests/gpu", "tests/engine/test_parity.py", "tests/engine/test_triton_attention.py")
 TIME_LIMIT_S = 600
 FAILED, NO_GPU = 1, 3
 
@@ -39,7 +41,7 @@ def main(arguments: list[str]) -> int:
     )
     report = ROOT / "out" / "gpu-proof.xml"
     report.parent.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "tests/gpu", f"--junitxml={report}", *arguments]
+    command = [sys.executable, "-m", "pytest", "-m", "not nightly", "-v", *TESTS, f"--junitxml={report}", *arguments]
     try:
         status = subprocess.run(command, cwd=ROOT, timeout=TIME_LIMIT_S).returncode
     except subprocess.TimeoutExpired:

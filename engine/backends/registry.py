@@ -127,14 +127,15 @@ BACKENDS: Final = {
         ),
         BackendKind(
             "triton",
-            "on CUDA",
+            "not yet: it has not run on a GPU",
             "a GPU and the package triton, which torch's CUDA build brings",
             _triton_problem,
             _tensors("triton"),
+            takes_auto=False,
         ),
         BackendKind(
             "flash-attn",
-            "never",
+            "not yet: it has not run on a GPU",
             "a GPU, the package flash-attn, float16 or bfloat16, `--block-tokens` that are a multiple of 256; computes "
             "neither learned sinks, KV in int8 nor endless requests",
             _flash_problem,

@@ -141,7 +141,7 @@ class Runner:
     def step(self, *pieces: tuple[int, int, int]) -> np.ndarray:
         """One forward of (sequence, start, size) pieces; logits of the last token of each."""
         chunks = [self.chunk(*piece) for piece in pieces]
-        return self.model.forward(ForwardBatch(chunks), self.cache).numpy()
+        return self.model.forward(ForwardBatch(chunks), self.cache).cpu().numpy()
 
 
 @pytest.fixture(scope="session")
@@ -182,7 +182,7 @@ def runner() -> Callable[..., Runner]:
         rng = np.random.default_rng(seed)
         sequences = [rng.integers(0, model.config.vocab_size, n).astype(np.int32) for n in lengths]
         blocks = [-(-length // block_tokens) for length in lengths]
-        cache = PagedCache(model.kv_groups, [sum(blocks) + 3] * len(model.kv_groups), block_tokens)
+        cache = model.new_cache((sum(blocks) + 3,) * len(model.kv_groups), block_tokens)
         cache.memory.fill_(255)
         ends = np.cumsum(blocks)
         orders = [rng.permutation(sum(blocks) + 3).astype(np.int32) for _ in model.kv_groups]

@@ -100,8 +100,9 @@ class References:
         key = (case.family, case.backend, case.form)
         if key not in self._models:
             dtype = "bfloat16" if case.form == "bfloat16" else "float32"
+            device = "cpu" if case.backend == "compiled" else DEVICE
             folder = self._quantised(case) if case.form in QUANTISED else self._folder(case.family)
-            self._models[key] = load_model(folder, dtype=dtype, backend=case.backend, device=DEVICE, threads=1)  # type: ignore[arg-type]
+            self._models[key] = load_model(folder, dtype=dtype, backend=case.backend, device=device, threads=1)  # type: ignore[arg-type]
         return self._models[key]
 
     def _quantised(self, case: ParityCase) -> Path:
