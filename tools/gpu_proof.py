@@ -1,7 +1,7 @@
 """Proof on a GPU of everything that is written for GPUs: `python -m tools.gpu_proof [PYTEST ARGUMENT...]`.
 
-Runs the tests marked `gpu`, and those of the engine's backends, which otherwise run on CPUs, in at most ten minutes, and
-writes their outcome to out/gpu-proof.xml. What needs an RDMA adapter or vLLM too is skipped without it, and the reason
+Runs the tests marked `gpu`, and those of the engine's backends, which otherwise run on CPUs, in at most ten minutes.
+Writes their outcome to out/gpu-proof.xml. What needs an RDMA adapter or vLLM too is skipped without it, and the reason
 is printed.
 
 Exit status: 0 all tests passed; 1 a test failed or was not finished in time; 3 there is no GPU, and nothing was run.

@@ -31,7 +31,8 @@ def test_the_status_is_that_of_the_tests(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], outcome: Any, status: int
 ) -> None:
     def run(command: list[str], **options: Any) -> SimpleNamespace:
-        assert command[1:5] == ["-m", "pytest", "-m", "gpu"]
+        assert command[1:5] == ["-m", "pytest", "-m", "not nightly"]
+        assert "tests/gpu" in command
         assert options["timeout"] == 600
         if isinstance(outcome, Exception):
             raise outcome
