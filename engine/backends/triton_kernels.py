@@ -85,7 +85,8 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         top = tl.where(split == 0, tl.load(sinks + of_head, mask=is_query, other=0.0), top)
         total = tl.where(split == 0, 1.0, total)
     mixed = tl.zeros([QUERIES, WIDTH], tl.float32)
-    for at in range(begin, end, KEYS):
+    at = begin
+    while at < end:  # the interpreter of some versions takes no loaded bounds in range()
         key = at + tl.arange(0, KEYS)
         is_key = (key >= lowest) & (key < end)
         slot = tl.load(tables + table + key // BLOCK_TOKENS, mask=is_key, other=0).to(tl.int64)
@@ -120,6 +121,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         total = total * kept + tl.sum(shares, 1)
         mixed = mixed * kept[:, None] + tl.dot(shares.to(shares_type).to(v.dtype), v, input_precision="ieee")
         top = new_top
+        at += KEYS
 
     target = (place * KV_HEADS * SHARED + of_head) * HEAD_DIM
     mask = is_query[:, None] & is_column[None, :]
