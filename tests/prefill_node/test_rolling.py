@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine import Model, load_model
+from engine.backends.registry import BACKENDS
 from engine.random_model import RandomModelSpec, write_random_model
 from engine.rolling import RollingWindow
 from moonpool_proto.v1.worker_pb2 import RollingWindow as RollingMessage
@@ -162,6 +164,18 @@ async def test_a_bad_window_is_refused_by_its_field(
     await request.ended.wait()
     assert request.failures[0].code == "bad_endless"
     assert words in request.failures[0].message
+
+
+async def test_a_backend_that_does_not_compute_it_refuses_it(
+    start_pair: Start, shape: Path, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = replace(BACKENDS["compiled"], computes_endless=False)
+    monkeypatch.setattr("engine.model.choose_backend", lambda name, placement: without)
+    pair = await start_pair(path=shape)
+    request = await pair.frontend.submit(endless(pair, prompt(20), "refused", max_tokens=9))
+    await request.ended.wait()
+    assert request.failures[0].code == "bad_endless"
+    assert "engine-backend compiled does not compute it" in request.failures[0].message
 
 
 async def test_a_flipped_bit_before_the_first_slide_is_found(
