@@ -41,6 +41,7 @@ def profile(
     ] = "",
     device: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
     dtype: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
+    engine_backend: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
     threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads of the engine.")] = 1,
     block_tokens: Annotated[int, typer.Option(min=1, max=4096, help="As for `serve`.")] = 16,
     capacity_tokens: Annotated[int, typer.Option(min=1, help="As for `serve`.")] = 32768,
@@ -83,7 +84,14 @@ def profile(
         if clock not in clocks:
             raise ConfigError(f"--clock must be {' or '.join(clocks)}, got {clock!r}")
         work = _Work(
-            path, name or name_of_model(model or BUNDLED_MODEL), device, settings, repeats, clock, clocks[clock]
+            path,
+            name or name_of_model(model or BUNDLED_MODEL),
+            device,
+            engine_backend,
+            settings,
+            repeats,
+            clock,
+            clocks[clock],
         )
         made, prefills, steps = _measure(work, transfers)
         try:
@@ -105,6 +113,7 @@ class _Work:
     path: Path
     name: str
     device: str
+    backend: str
     settings: dict[str, Any]  # to which the figures apply
     repeats: int
     clock_name: str
@@ -121,7 +130,12 @@ def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[MeasuredPo
     console, settings, repeats = Console(stderr=True), work.settings, work.repeats
     try:
         loaded = load_model(
-            work.path, device=choose_device(work.device, 0), dtype=settings["dtype"], threads=settings["threads"]
+            work.path,
+            device=choose_device(work.device, 0),
+            dtype=settings["dtype"],
+            threads=settings["threads"],
+            backend=work.backend,
+            block_tokens=settings["block_tokens"],
         )
     except EngineError as error:
         raise ConfigError(f"model {work.path} cannot be loaded: {error}") from error
