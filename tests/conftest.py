@@ -34,6 +34,11 @@ _SOURCES = [str(TESTS.parent), str(TESTS.parent / "proto"), os.environ.get("PYTH
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _SOURCES))
 CERTIFICATES = TESTS / "data" / "tls"
 
+# Without a GPU, kernels of Triton run in its interpreter. Triton reads this whenever it defines a kernel, some of them
+# when it is imported, which any test may cause.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

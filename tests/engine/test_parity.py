@@ -5,7 +5,6 @@ Usually a cover runs in which every pair of values of two dimensions occurs; nig
 
 import itertools
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ from engine.quantisation import INT8_ACTIVATIONS, INT8_WEIGHTS, PackedIntegers
 from tests.engine.conftest import FAMILIES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
 
 LENGTH = 41
 TOLERANCE = 1e-4

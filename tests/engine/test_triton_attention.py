@@ -1,6 +1,5 @@
 """Triton's kernels compute what gathered attention computes. On machines without a GPU they run in its interpreter."""
 
-import os
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,6 @@ from engine.backends.gathered_attention import GatheredAttention
 from engine.batch import flatten_batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 
 pytest.importorskip("triton", reason="Triton is not installed: `make test` installs it")
 from engine.backends import triton_attention  # noqa: E402
