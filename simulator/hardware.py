@@ -12,7 +12,7 @@ from math import prod
 from typing import Final
 
 from engine.config import ModelConfig
-from engine.folder import EMBEDDING, tensor_shapes
+from engine.folder import layer_parts
 
 COMPUTE_SHARE: Final = 0.6
 MEMORY_SHARE: Final = 0.8
@@ -98,13 +98,14 @@ class PlannedModel:
 
 def planned_model(name: str, config: ModelConfig) -> PlannedModel:
     """Return the costs of a model of this configuration."""
-    shapes = tensor_shapes(config)
-    total = sum(prod(shape) for shape in shapes.values())
-    looked_up = 0 if config.tie_word_embeddings else prod(shapes[EMBEDDING])
+    d, embedding = config.hidden_size, config.vocab_size * config.hidden_size
+    looked_up = 0 if config.tie_word_embeddings else embedding
+    parts = (part for layer in range(config.num_layers) for part in layer_parts(config, layer))
+    total = looked_up + embedding + d + sum(prod(part.shape) for part in parts if not part.field.endswith("_scale"))
     unused = 0
     if experts := config.experts:
         idle = experts.count - experts.per_token
-        unused = len(config.sparse_layers) * idle * 3 * config.hidden_size * experts.intermediate_size
+        unused = len(config.sparse_layers) * idle * 3 * d * experts.intermediate_size
     return PlannedModel(
         name,
         total,

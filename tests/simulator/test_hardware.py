@@ -41,6 +41,18 @@ def test_halves_of_kv_and_weights_make_room() -> None:
 def test_a_model_is_planned_from_its_configuration(tmp_path: Path) -> None:
     bundled = planned_model("bundled", read_config(BUNDLED_MODEL))
     assert bundled.parameters == pytest.approx(3.65e6, rel=0.01)
+    scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
+    packed = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}},
+        "ignore": ["lm_head"],
+    }
+    plain, quantised = (
+        planned_model("", read_config(write_random_model(tmp_path / str(len(extra)), RandomModelSpec(extra=extra))))
+        for extra in ({}, {"quantization_config": packed})
+    )
+    assert quantised == plain  # of the same size, whatever its numbers take on disk
     folder = write_random_model(tmp_path, RandomModelSpec(family="mixtral", layers=2, window=100, experts=8))
     model = planned_model("mixture", read_config(folder))
     assert model.cached_values(1000) == 2 * 2 * 2 * 16 * 100
