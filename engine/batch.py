@@ -66,6 +66,7 @@ class FlatBatch:
     rotations: IntArray  # [N]: positions in the sequence
     row_chunk: IntArray  # [N]: index of the token's chunk
     chunk_rows: IntArray  # [C + 1]: chunk c is rows chunk_rows[c]..chunk_rows[c+1]-1
+    sizes: IntArray  # [C]: tokens of each chunk
     starts: IntArray  # [C]: position of the chunk's first token
     firsts: IntArray  # [G, C]: first position that is visible to the chunk, apart from the group's window
     tables: IntArray  # all slot tables, concatenated
@@ -77,6 +78,14 @@ class FlatBatch:
     only_kv: bool  # the span's last layer is computed only as far as its KV
     inputs: torch.Tensor | None  # [N, d]: what enters the span's first layer; None: the tokens' embeddings
     layer_inputs: LayerInputs | None
+
+    def padded_tables(
+        self, group: int, chunks: npt.NDArray[np.signedinteger], first: IntArray, last: IntArray
+    ) -> IntArray:
+        """Return the slots of each chunk's blocks `first` to `last`, [chunks, most blocks]; the last is repeated."""
+        blocks = np.minimum(first[:, None] + np.arange((last - first).max() + 1), last[:, None])
+        found: IntArray = self.tables[self.table_begin[group][chunks][:, None] + blocks]
+        return found
 
 
 def flatten_batch(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -> FlatBatch:
@@ -118,6 +127,7 @@ def flatten_batch(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -
         rotations=positions + slid[row_chunk],
         row_chunk=row_chunk,
         chunk_rows=chunk_rows,
+        sizes=sizes,
         starts=starts,
         firsts=firsts,
         tables=np.concatenate(flat).astype(np.int32, copy=False),

@@ -6,6 +6,8 @@ groups or all of an output's. The engine multiplies in the type of its computati
 are loaded; on CPUs this gives the exact result in float32.
 """
 
+from collections.abc import Collection, Mapping
+
 import torch
 
 from engine.quantisation import PackedIntegers
@@ -19,6 +21,18 @@ def unpacked(packed: torch.Tensor, scales: torch.Tensor, of: PackedIntegers, inp
     steps = (packed.unsqueeze(-1) >> shifts) & ((1 << of.bits) - 1)
     wide = steps.flatten(1)[:, :inputs].float() - (1 << (of.bits - 1))
     return (wide.reshape(*scales.shape, -1) * scales.float().unsqueeze(-1)).flatten(1)
+
+
+def pack_checkpoint(
+    tensors: Mapping[str, torch.Tensor], names: Collection[str], of: PackedIntegers
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint with those in `names` packed, each as the three that hold it."""
+    found = dict(tensors)
+    for name in names:
+        weights = found.pop(name)
+        found[f"{name}_shape"] = torch.tensor(weights.shape)
+        found[f"{name}_packed"], found[f"{name}_scale"] = pack(weights, of)
+    return found
 
 
 def pack(weights: torch.Tensor, of: PackedIntegers) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ from engine.config import parse_config
 from engine.families import FAMILIES
 from engine.folder import SCALE_SUFFIX, int8_tensors, layer_parts, tensor_shapes
 from engine.int8_linear import quantise_checkpoint
-from engine.packed_weights import pack
+from engine.packed_weights import pack_checkpoint
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -103,19 +103,15 @@ def write_random_model(
     for name in in_int8:
         del shapes[name + SCALE_SUFFIX]
     packed = {
-        part.in_layer(layer): (part.shape, part.packed)
+        part.in_layer(layer): part.shape
         for layer in range(config.num_layers)
         for part in layer_parts(config, layer)
         if part.packed is not None
     }
-    for name, (shape, of) in packed.items():
-        for suffix in of.shapes(*shape):
-            del shapes[name + suffix]
-        shapes[name] = shape
+    shapes = {name: shape for name, shape in shapes.items() if name[: name.rfind("_")] not in packed} | packed
     tensors = {name: _random(name, shapes[name], spec.scale, generator) for name in sorted(shapes)}
-    for name, (shape, of) in packed.items():
-        tensors[f"{name}_shape"] = torch.tensor(shape)
-        tensors[f"{name}_packed"], tensors[f"{name}_scale"] = pack(tensors.pop(name), of)
+    if config.packed_weights:
+        tensors = pack_checkpoint(tensors, packed, config.packed_weights)
     save_file(quantise_checkpoint(tensors, in_int8), folder / "model.safetensors")
     if tokenizer is not None:
         for name in _TOKENIZER_FILES:

@@ -66,7 +66,7 @@ class ChunkAttention:
         self._step = step
         self._fused = not sinks.size and not shape.softcap and torch.get_num_threads() > _FEW_THREADS
         self._contexts: list[list[_Context]] = [[] for _ in cache.groups]
-        are_long = (np.diff(plan.chunk_rows) > _SHORT_CHUNK) & (not by_row)
+        are_long = (plan.sizes > _SHORT_CHUNK) & (not by_row)
         self.short_rows = np.flatnonzero(~are_long[plan.row_chunk]).astype(np.int32)
         for chunk, group in itertools.product(np.flatnonzero(are_long), range(len(cache.groups))):
             self._contexts[group].append(_context(plan, cache, int(chunk), group, step.read_tables))
@@ -372,7 +372,7 @@ class CompiledBackend:
         c = self._config
         qkv, f, size = c.q_size + 2 * c.kv_size, c.intermediate_size, self._shape.expert_size
         experts, per_token = (c.experts.count, c.experts.per_token) if c.experts else (0, 0)
-        some = rows * bool(experts)
+        expert_width = c.hidden_size * bool(experts)
 
         def buffer(name: str, width: int) -> kernels.Floats:
             return self._buffer(name, rows * width).reshape(rows, width)
@@ -391,12 +391,12 @@ class CompiledBackend:
             router=buffer("router", experts),
             chosen=np.empty((rows, per_token), np.int32),
             shares=buffer("shares", per_token),
-            taken=np.empty(some, np.int32),
-            expert_in=self._buffer("expert_in", some * c.hidden_size).reshape(some, c.hidden_size),
+            taken=np.empty(rows, np.int32),
+            expert_in=buffer("expert_in", expert_width),
             expert_gate_up=buffer("expert_gate_up", 2 * size),
             expert_gated=buffer("expert_gated", size),
-            expert_out=self._buffer("expert_out", some * c.hidden_size).reshape(some, c.hidden_size),
-            made=self._buffer("made", some * per_token * c.hidden_size).reshape(some * per_token, c.hidden_size),
+            expert_out=buffer("expert_out", expert_width),
+            made=self._buffer("made", rows * per_token * expert_width).reshape(rows * per_token, expert_width),
         )
 
     def _buffer(self, name: str, size: int) -> kernels.Floats:
@@ -443,7 +443,7 @@ class CompiledBackend:
         If they are not decoded `at_once`, those of each chunk begin at the same place.
         """
         block_tokens = cache.block_tokens
-        ends = plan.starts + np.diff(plan.chunk_rows)
+        ends = plan.starts + plan.sizes
         tables, decoded, counts, most = np.zeros_like(plan.tables), list[kernels.Ints](), [0], 0
         for g, group in enumerate(cache.groups):
             first = 0

@@ -7,9 +7,11 @@ import numpy.typing as npt
 import torch
 
 
-def on_device(arrays: Mapping[str, npt.NDArray[np.int32]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the arrays as int32 tensors on `device`, of the same shapes. On CUDA, the copy is queued."""
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays.values()]))
+def on_device(
+    arrays: Mapping[str, npt.NDArray[np.int32]], device: torch.device, dtype: torch.dtype = torch.int32
+) -> dict[str, torch.Tensor]:
+    """Return the arrays as tensors on `device`, of the same shapes. On CUDA, the copy is queued."""
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays.values()])).to(dtype)
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
     parts = torch.split(flat, [array.size for array in arrays.values()])

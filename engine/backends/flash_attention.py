@@ -49,8 +49,7 @@ class FlashAttention:
 
     def begin(self, plan: FlatBatch, cache: PagedCache) -> "_FlashStep":
         """Prepare a step."""
-        sizes = np.diff(plan.chunk_rows)
-        kinds = [np.flatnonzero(sizes == 1), np.flatnonzero(sizes > 1)]
+        kinds = [np.flatnonzero(plan.sizes == 1), np.flatnonzero(plan.sizes > 1)]
         calls = [
             [_calls(plan, cache, group, chunks, self._device) for chunks in kinds] for group in range(len(cache.groups))
         ]
@@ -108,12 +107,11 @@ def _calls(
 ) -> _Calls | None:
     if not len(chunks):
         return None
-    sizes = np.diff(plan.chunk_rows)[chunks]
+    sizes = plan.sizes[chunks]
     lengths = plan.starts[chunks] + sizes
-    blocks = -(-lengths // cache.block_tokens)
-    entries = np.minimum(np.arange(blocks.max()), blocks[:, None] - 1)
-    table = plan.tables[plan.table_begin[group][chunks][:, None] + entries]
-    rows = np.concatenate([np.arange(plan.chunk_rows[c], plan.chunk_rows[c + 1], dtype=np.int32) for c in chunks])
+    last = (lengths - 1) // cache.block_tokens
+    table = plan.padded_tables(group, chunks, np.zeros_like(last), last)
+    rows = np.flatnonzero(np.isin(plan.row_chunk, chunks)).astype(np.int32)
     starts = [np.concatenate([[0], np.cumsum(each)]).astype(np.int32) for each in (sizes, lengths)]
     placed = on_device(
         {

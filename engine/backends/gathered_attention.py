@@ -3,9 +3,10 @@
 All decode rows of a step are one padded call, each longer chunk is a call of its own. Masks are computed on the device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -19,12 +20,15 @@ from engine.weights import DecoderWeights
 
 @dataclass(frozen=True)
 class _Reading:
-    """Sequences that attend together: S sequences with Q queries each, over T positions of slots."""
+    """Sequences that attend together: S sequences with Q rows each, over T positions of slots.
+
+    The query heads of a KV head are further queries of a row.
+    """
 
     rows: torch.Tensor | slice  # S * Q rows of the step
     slots: torch.Tensor  # int64 [1, S, 1, blocks]: slots of the sequences, padded with any
-    visible: torch.Tensor  # bool [S, 1, Q, T]
-    seen: torch.Tensor  # bool [S, 1, T, 1]: positions that any query sees; others may hold anything, NaN included
+    visible: torch.Tensor  # bool [S, 1, Q * heads per KV head, T]
+    unseen: torch.Tensor  # bool [S, 1, T, 1]: positions that no query sees may hold anything, NaN included
 
 
 class GatheredAttention:
@@ -38,15 +42,16 @@ class GatheredAttention:
 
     def begin(self, plan: FlatBatch, cache: PagedCache) -> "_GatheredStep":
         """Prepare a step."""
-        readings = [
-            [reading for reading in (_decodes(plan, cache, group, self._device),) if reading is not None]
-            + [
-                _prefill(plan, cache, group, int(chunk), self._device)
-                for chunk in np.flatnonzero(np.diff(plan.chunk_rows) > 1)
-            ]
-            for group in range(len(cache.groups))
-        ]
+        readings = [self._readings(plan, cache, group) for group in range(len(cache.groups))]
         return _GatheredStep(self._config, self._sinks, self._dtype, cache, readings)
+
+    def _readings(self, plan: FlatBatch, cache: PagedCache, group: int) -> list[_Reading]:
+        """Return the decode rows as one reading, and one for each longer chunk."""
+        shared = self._config.num_heads // self._config.num_kv_heads
+        decodes, longer = np.flatnonzero(plan.sizes == 1), np.flatnonzero(plan.sizes > 1)
+        found = [_decodes(plan, cache, group, decodes, self._device)] if len(decodes) else []
+        found += [_prefill(plan, cache, group, int(chunk), self._device) for chunk in longer]
+        return [replace(each, visible=each.visible.repeat_interleave(shared, dim=2)) for each in found]
 
 
 class _GatheredStep:
@@ -73,15 +78,14 @@ class _GatheredStep:
         shared, head_dim = config.num_heads // config.num_kv_heads, config.head_dim
         mixed = torch.empty_like(q, memory_format=torch.contiguous_format)
         for reading in self._readings[group]:
-            sequences, queries = reading.visible.shape[0], reading.visible.shape[2]
-            rows = view[reading.slots, self._heads, self._kinds]  # [2, S, kv_heads, blocks, block_tokens, row]
-            form_group = read_rows(rows, head_dim, config.kv_scale_group).to(self._dtype).flatten(3, 4)
-            k, v = form_group.masked_fill_(~reading.seen, 0)
-            # The query heads of a KV head are further queries: [S, kv_heads, Q * shared, head_dim].
-            asked = q[reading.rows].view(sequences, queries, config.num_kv_heads, shared, head_dim)
+            sequences, rows = reading.visible.shape[0], reading.visible.shape[2] // shared
+            kept = view[reading.slots, self._heads, self._kinds]  # [2, S, kv_heads, blocks, block_tokens, row]
+            form_group = read_rows(kept, head_dim, config.kv_scale_group).to(self._dtype).flatten(3, 4)
+            k, v = form_group.masked_fill_(reading.unseen, 0)
+            asked = q[reading.rows].view(sequences, rows, config.num_kv_heads, shared, head_dim)
             asked = asked.transpose(1, 2).reshape(sequences, config.num_kv_heads, -1, head_dim)
-            out = self._attend(layer, asked, k, v, reading.visible.repeat_interleave(shared, dim=2))
-            out = out.view(sequences, config.num_kv_heads, queries, shared, head_dim).transpose(1, 2)
+            out = self._attend(layer, asked, k, v, reading.visible)
+            out = out.view(sequences, config.num_kv_heads, rows, shared, head_dim).transpose(1, 2)
             mixed[reading.rows] = out.reshape(-1, config.num_heads, head_dim)
         return mixed
 
@@ -96,37 +100,35 @@ class _GatheredStep:
             scores = cap * torch.tanh(scores / cap)
         scores = scores.masked_fill(~visible, -torch.inf)
         if sinks.numel():
-            by_query = sinks.float().view(1, config.num_kv_heads, 1, -1).expand(len(q), -1, q.shape[2], -1)
-            shared = by_query.shape[-1]
-            own = torch.arange(q.shape[2], device=q.device) % shared
-            scores = torch.cat([scores, by_query[:, :, 0, own].unsqueeze(-1)], dim=-1)
+            by_kv_head = sinks.float().view(config.num_kv_heads, -1)
+            by_query = by_kv_head.repeat(1, q.shape[2] // by_kv_head.shape[1])
+            scores = torch.cat([scores, by_query.expand(len(q), -1, -1).unsqueeze(-1)], dim=-1)
         return scores.softmax(dim=-1)[..., : k.shape[-2]].to(v.dtype) @ v
 
 
-def _decodes(plan: FlatBatch, cache: PagedCache, group: int, device: torch.device) -> _Reading | None:
+def _decodes(
+    plan: FlatBatch, cache: PagedCache, group: int, chunks: npt.NDArray[np.signedinteger], device: torch.device
+) -> _Reading:
     """Return the chunks of one row."""
-    chunks = np.flatnonzero(np.diff(plan.chunk_rows) == 1)
-    if not len(chunks):
-        return None
     block_tokens, window = cache.block_tokens, cache.groups[group].window
     now = plan.starts[chunks]
     low = np.maximum(plan.firsts[group][chunks], now - window + 1 if window else 0)
     first, last = low // block_tokens, now // block_tokens
-    blocks = np.minimum(first[:, None] + np.arange((last - first).max() + 1), last[:, None])
+    slots = plan.padded_tables(group, chunks, first, last)
     arrays = on_device(
         {
             "rows": plan.chunk_rows[:-1][chunks],
-            "slots": plan.tables[plan.table_begin[group][chunks][:, None] + blocks],
+            "slots": slots,
             "begin": first * block_tokens,
             "low": low,
             "now": now,
         },
         device,
     )
-    keys = arrays["begin"][:, None] + torch.arange(blocks.shape[1] * block_tokens, device=device)
+    keys = arrays["begin"][:, None] + torch.arange(slots.shape[1] * block_tokens, device=device)
     seen = (keys >= arrays["low"][:, None]) & (keys <= arrays["now"][:, None])
     return _Reading(
-        arrays["rows"].long(), arrays["slots"].long()[None, :, None], seen[:, None, None], seen[:, None, :, None]
+        arrays["rows"].long(), arrays["slots"].long()[None, :, None], seen[:, None, None], ~seen[:, None, :, None]
     )
 
 
@@ -145,5 +147,5 @@ def _prefill(plan: FlatBatch, cache: PagedCache, group: int, chunk: int, device:
     if window:
         visible &= distance < window
     return _Reading(
-        slice(row, end_row), slots[None, None, None], visible[None, None], visible.any(dim=0)[None, None, :, None]
+        slice(row, end_row), slots[None, None, None], visible[None, None], ~visible.any(dim=0)[None, None, :, None]
     )

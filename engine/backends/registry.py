@@ -6,13 +6,13 @@ With "auto", the first one of the registry that can run the model is taken.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Final
 
 import torch
 
 from engine.backends.compiled import CompiledBackend
-from engine.backends.gathered_attention import GatheredAttention
 from engine.backends.interface import Backend
 from engine.backends.tensors import TensorBackend
 from engine.config import ModelConfig
@@ -96,17 +96,12 @@ def _flash_problem(placement: Placement) -> str:
     return ""
 
 
-def _tensors(attention: str) -> Callable[[ModelConfig, DecoderWeights, RopeTable], Backend]:
+def _tensors(module: str, attention: str) -> Callable[[ModelConfig, DecoderWeights, RopeTable], Backend]:
+    """Return what builds the backend in torch operations; the attention's module is imported then."""
+
     def build(config: ModelConfig, weights: DecoderWeights, rope: RopeTable) -> Backend:
-        if attention == "triton":
-            from engine.backends.triton_attention import TritonAttention
-
-            return TensorBackend(config, weights, rope, TritonAttention(config, weights))
-        if attention == "flash-attn":
-            from engine.backends.flash_attention import FlashAttention
-
-            return TensorBackend(config, weights, rope, FlashAttention(config, weights))
-        return TensorBackend(config, weights, rope, GatheredAttention(config, weights))
+        kind = getattr(import_module(f"engine.backends.{module}"), attention)
+        return TensorBackend(config, weights, rope, kind(config, weights))
 
     return build
 
@@ -130,7 +125,7 @@ BACKENDS: Final = {
             "not yet: it has not run on a GPU",
             "a GPU and the package triton, which torch's CUDA build brings",
             _triton_problem,
-            _tensors("triton"),
+            _tensors("triton_attention", "TritonAttention"),
             takes_auto=False,
         ),
         BackendKind(
@@ -139,7 +134,7 @@ BACKENDS: Final = {
             "a GPU, the package flash-attn, float16 or bfloat16, `--block-tokens` that are a multiple of 256; computes "
             "neither learned sinks, KV in int8 nor endless requests",
             _flash_problem,
-            _tensors("flash-attn"),
+            _tensors("flash_attention", "FlashAttention"),
             takes_auto=False,
             computes_endless=False,
         ),
@@ -148,7 +143,7 @@ BACKENDS: Final = {
             "otherwise",
             "any device and dtype",
             lambda placement: "",
-            _tensors("torch"),
+            _tensors("gathered_attention", "GatheredAttention"),
         ),
     )
 }

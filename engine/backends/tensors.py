@@ -4,6 +4,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from engine.backends.device_arrays import on_device
 from engine.backends.interface import PagedAttention
 from engine.batch import FlatBatch, LayerHook
 from engine.cache import PagedCache
@@ -30,11 +31,21 @@ class TensorBackend:
         """Write the KV of all rows and return logits, float32 [len(plan.logits_rows), vocab]."""
         config, w = self._config, self._weights
         cos, sin, rows = self._rope.rows(plan.rotations, plan.rotations != plan.positions)
-        places = self._index(rows)
-        cos, sin = cos[:, places, None, :], sin[:, places, None, :]
-        targets = [self._targets(plan, cache, group) for group in range(len(cache.groups))]
+        blocks, offsets = np.divmod(plan.positions, cache.block_tokens)
+        index = on_device(
+            {
+                "angles": rows,
+                "tokens": plan.token_ids,
+                "logits": plan.logits_rows,
+                "offsets": offsets,
+                "slots": plan.tables[plan.table_begin[:, plan.row_chunk] + blocks],  # [G, N]
+            },
+            self._device,
+            torch.int64,
+        )
+        cos, sin = cos[:, index["angles"], None, :], sin[:, index["angles"], None, :]
         attention = self._attention.begin(plan, cache)
-        x, kv_layers = self._entering(plan), config.used_kv_layers
+        x, kv_layers = self._entering(plan, index["tokens"]), config.used_kv_layers
         for layer in range(plan.span.first, plan.span.last + 1):
             kv_layer = kv_layers[layer]
             if plan.layer_inputs is not None and layer in plan.layer_inputs.layers:
@@ -46,9 +57,9 @@ class TensorBackend:
                 if before_layer is not None:
                     before_layer(kv_layer)
                 group, view = cache.layer_view(kv_layer)
-                slots, offsets = targets[group]
-                view[slots, :, 0, offsets] = stored_rows(k, config.kv_scale_group)
-                view[slots, :, 1, offsets] = stored_rows(v, config.kv_scale_group)
+                slots = index["slots"][group]
+                view[slots, :, 0, index["offsets"]] = stored_rows(k, config.kv_scale_group)
+                view[slots, :, 1, index["offsets"]] = stored_rows(v, config.kv_scale_group)
                 if on_layer is not None:
                     on_layer(kv_layer)
             if plan.only_kv and layer == plan.span.last:
@@ -62,15 +73,10 @@ class TensorBackend:
             else:
                 h = self._linear("down", place, self._gated(self._linear("gate_up", place, h)))
             x = x + (self._norm(h, w.mlp_post_norm[layer]) if config.post_norms else h)
-        x = x[self._index(plan.logits_rows)]
+        x = x[index["logits"]]
         logits = (self._norm(x, w.final_norm) @ w.head.t()).float()
         cap = config.logits_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
-
-    def _targets(self, plan: FlatBatch, cache: PagedCache, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the slot of each row's position, int64 [N], and its token there."""
-        entries = plan.table_begin[group][plan.row_chunk] + plan.positions // cache.block_tokens
-        return self._index(plan.tables[entries]), self._index(plan.positions % cache.block_tokens)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -98,11 +104,11 @@ class TensorBackend:
         unsorted[order] = made
         return (unsorted.view(len(h), experts.per_token, -1) * shares.unsqueeze(-1)).sum(dim=1).to(h.dtype)
 
-    def _entering(self, plan: FlatBatch) -> torch.Tensor:
+    def _entering(self, plan: FlatBatch, tokens: torch.Tensor) -> torch.Tensor:
         """Return what enters the first layer that the step computes, [N, d]."""
         if plan.inputs is not None:
             return plan.inputs.to(self._weights.embedding)
-        x = self._weights.embedding[self._index(plan.token_ids)]
+        x = self._weights.embedding[tokens]
         scale = self._config.embedding_scale
         return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)
 
@@ -133,6 +139,3 @@ class TensorBackend:
         if weight.dtype == x.dtype:
             return F.rms_norm(x, (x.shape[-1],), weight, eps)
         return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
-
-    def _index(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._device)

@@ -26,7 +26,6 @@ class _Tiles:
     """Tiles of one kind in one KV group."""
 
     tiles: torch.Tensor  # int32 [T, TILE_FIELDS]
-    rows: torch.Tensor  # int32: rows of the step that the tiles have
     queries: int  # rows * query heads per KV head of a tile at most, as a power of two
     splits: int
 
@@ -44,29 +43,20 @@ class TritonAttention:
 
     def begin(self, plan: FlatBatch, cache: PagedCache) -> "_TritonStep":
         """Prepare a step."""
-        arrays = {"tables": plan.tables}
-        splits: dict[tuple[int, str], int] = {}
+        arrays, shapes = {"tables": plan.tables}, list[tuple[int, int, int]]()  # group, rows per tile, splits
         per_tile = max(1, _PREFILL_QUERIES // self._shared)
-        for group in range(len(cache.groups)):
-            for kind, rows_per_tile, chosen in (
-                ("decode", 1, np.diff(plan.chunk_rows) == 1),
-                ("prefill", per_tile, np.diff(plan.chunk_rows) > 1),
-            ):
-                chunks = np.flatnonzero(chosen)
-                if not len(chunks):
-                    continue
-                tiles = _tiles(plan, group, chunks, rows_per_tile)
-                arrays[f"{kind} tiles {group}"] = tiles
-                arrays[f"{kind} rows {group}"] = np.flatnonzero(chosen[plan.row_chunk]).astype(np.int32)
-                splits[group, kind] = self._splits(tiles, cache.groups[group].window) if kind == "decode" else 1
+        for group, shape in enumerate(cache.groups):
+            for rows, chunks in ((1, np.flatnonzero(plan.sizes == 1)), (per_tile, np.flatnonzero(plan.sizes > 1))):
+                if len(chunks):
+                    tiles = _tiles(plan, group, chunks, rows)
+                    splits = self._splits(tiles, shape.window) if rows == 1 else 1
+                    arrays[f"tiles {len(shapes)}"] = tiles
+                    shapes.append((group, rows, splits))
         placed = on_device(arrays, self._device)
         of_group: list[list[_Tiles]] = [[] for _ in cache.groups]
-        for (group, kind), count in splits.items():
-            rows_per_tile = 1 if kind == "decode" else per_tile
-            queries = max(_LEAST_QUERIES, _power_of_two(rows_per_tile * self._shared))
-            of_group[group].append(
-                _Tiles(placed[f"{kind} tiles {group}"], placed[f"{kind} rows {group}"], queries, count)
-            )
+        for number, (group, rows, splits) in enumerate(shapes):
+            queries = max(_LEAST_QUERIES, _power_of_two(rows * self._shared))
+            of_group[group].append(_Tiles(placed[f"tiles {number}"], queries, splits))
         return _TritonStep(self._config, self._sinks, cache, placed["tables"], of_group)
 
     def _splits(self, tiles: npt.NDArray[np.int32], window: int) -> int:
@@ -120,10 +110,8 @@ class _TritonStep:
             tops,
             sums,
             rows,
-            heads * head_dim,
             view.stride(0),
             config.attention_scale,
-            config.attention_softcap,
             WINDOW=window,
             KV_HEADS=config.num_kv_heads,
             SHARED=heads // config.num_kv_heads,
@@ -136,16 +124,15 @@ class _TritonStep:
             KEYS=_KEYS,
             SPLITS=tiles.splits,
             HAS_SINKS=bool(sinks.numel()),
-            HAS_CAP=config.attention_softcap > 0,
+            SOFTCAP=config.attention_softcap,
             WIDEN=q.device.type == "cpu",
-            FIELDS=kernels.TILE_FIELDS,
         )
         if tiles.splits > 1:
-            kernels.merge_splits[len(tiles.rows), heads](
+            kernels.merge_splits[len(tiles.tiles), heads](
                 parts,
                 tops,
                 sums,
-                tiles.rows,
+                tiles.tiles,
                 out,
                 rows,
                 HEADS=heads,

@@ -11,7 +11,7 @@ With TRITON_INTERPRET=1 the kernels run on CPU tensors.
 import triton
 import triton.language as tl
 
-TILE_FIELDS = 5
+TILE_FIELDS = tl.constexpr(5)
 """Integers of a tile: its first row, number of rows, first position, first visible position and table."""
 
 
@@ -22,20 +22,31 @@ def _capped(scores, cap):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _read_rows(kv, source, column, mask, HEAD_DIM: tl.constexpr, SCALE_GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the values of cached rows, [keys, WIDTH]; of an int8 cache in float32."""
+    if SCALE_GROUP > 0:
+        steps = (kv + source[:, None] + column[None, :]).to(tl.pointer_type(tl.int8))
+        unit = HEAD_DIM + column // SCALE_GROUP * 2
+        scales = (kv + source[:, None] + unit[None, :]).to(tl.pointer_type(tl.float16))
+        rows = tl.load(steps, mask=mask, other=0).to(tl.float32) * tl.load(scales, mask=mask, other=0).to(tl.float32)
+    else:
+        rows = tl.load(kv + source[:, None] + column[None, :], mask=mask, other=0.0)
+    return rows
+
+
+@triton.jit
 def attend_tiles(  # type: ignore[no-untyped-def]
-    q,  # [N, HEADS * HEAD_DIM], rows q_row apart
+    q,  # [N, HEADS, HEAD_DIM]
     kv,  # slot 0 of the layer; slots slot_size and KV heads 2 * BLOCK_TOKENS * ROW apart, in elements
     tables,  # int32, all slot tables
     tiles,  # int32 [T, TILE_FIELDS]
     sinks,  # float32 [HEADS], if HAS_SINKS
-    out,  # SPLITS == 1: as q but contiguous; else float32 [SPLITS, N, HEADS, HEAD_DIM], not yet divided
+    out,  # SPLITS == 1: as q; else float32 [SPLITS, N, HEADS, HEAD_DIM], not yet divided
     tops,  # float32 [SPLITS, N, HEADS]: the largest score of each part; with SPLITS > 1
     sums,  # float32 [SPLITS, N, HEADS]
     rows_in_step,
-    q_row,
     slot_size,
     scale,
-    softcap,
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,  # query heads per KV head
@@ -48,12 +59,11 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,  # keys that are multiplied at a time
     SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # 0 = none
     WIDEN: tl.constexpr,  # products of float32: the interpreter's of bfloat16 are wrong
-    FIELDS: tl.constexpr,
 ):
     head, split = tl.program_id(1), tl.program_id(2)
-    tile = tiles + tl.program_id(0) * FIELDS
+    tile = tiles + tl.program_id(0) * TILE_FIELDS
     first_row, count, position = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     first_seen, table = tl.load(tile + 3), tl.load(tile + 4)
 
@@ -63,11 +73,9 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     column = tl.arange(0, WIDTH)
     is_column = column < HEAD_DIM
     place = (first_row + row).to(tl.int64)
-    asked = tl.load(
-        q + place[:, None] * q_row + of_head[:, None] * HEAD_DIM + column[None, :],
-        mask=is_query[:, None] & is_column[None, :],
-        other=0.0,
-    )
+    own = ((place * KV_HEADS * SHARED + of_head) * HEAD_DIM)[:, None] + column[None, :]
+    is_own = is_query[:, None] & is_column[None, :]
+    asked = tl.load(q + own, mask=is_own, other=0.0)
     low = tl.full([QUERIES], 0, tl.int32) + first_seen
     lowest = first_seen
     if WINDOW > 0:
@@ -92,25 +100,14 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         slot = tl.load(tables + table + key // BLOCK_TOKENS, mask=is_key, other=0).to(tl.int64)
         source = slot * slot_size + (head * 2 * BLOCK_TOKENS + key % BLOCK_TOKENS) * ROW
         mask = is_key[:, None] & is_column[None, :]
-        value_source = source + BLOCK_TOKENS * ROW
-        if SCALE_GROUP > 0:
-            unit = HEAD_DIM + column // SCALE_GROUP * 2
-            steps = (kv + source[:, None] + column[None, :]).to(tl.pointer_type(tl.int8))
-            scales = (kv + source[:, None] + unit[None, :]).to(tl.pointer_type(tl.float16))
-            k = tl.load(steps, mask=mask, other=0).to(tl.float32) * tl.load(scales, mask=mask, other=0).to(tl.float32)
-            steps = (kv + value_source[:, None] + column[None, :]).to(tl.pointer_type(tl.int8))
-            scales = (kv + value_source[:, None] + unit[None, :]).to(tl.pointer_type(tl.float16))
-            v = tl.load(steps, mask=mask, other=0).to(tl.float32) * tl.load(scales, mask=mask, other=0).to(tl.float32)
-            k, v = k.to(asked.dtype), v.to(asked.dtype)
-        else:
-            k = tl.load(kv + source[:, None] + column[None, :], mask=mask, other=0.0)
-            v = tl.load(kv + value_source[:, None] + column[None, :], mask=mask, other=0.0)
+        k = _read_rows(kv, source, column, mask, HEAD_DIM, SCALE_GROUP).to(asked.dtype)
+        v = _read_rows(kv, source + BLOCK_TOKENS * ROW, column, mask, HEAD_DIM, SCALE_GROUP).to(asked.dtype)
         shares_type = v.dtype
         if WIDEN:
             k, v = k.to(tl.float32), v.to(tl.float32)
         scores = tl.dot(asked.to(k.dtype), tl.trans(k), input_precision="ieee") * scale
-        if HAS_CAP:
-            scores = _capped(scores, softcap)
+        if SOFTCAP > 0:
+            scores = _capped(scores, SOFTCAP)
         visible = is_key[None, :] & (key[None, :] >= low[:, None]) & (key[None, :] <= position + row[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -123,14 +120,12 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         top = new_top
         at += KEYS
 
-    target = (place * KV_HEADS * SHARED + of_head) * HEAD_DIM
-    mask = is_query[:, None] & is_column[None, :]
     if SPLITS == 1:
         mixed = mixed / tl.where(total == 0, 1.0, total)[:, None]
-        tl.store(out + target[:, None] + column[None, :], mixed.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + own, mixed.to(out.dtype.element_ty), mask=is_own)
     else:
         cell = (split.to(tl.int64) * rows_in_step + place) * KV_HEADS * SHARED + of_head
-        tl.store(out + cell[:, None] * HEAD_DIM + column[None, :], mixed, mask=mask)
+        tl.store(out + cell[:, None] * HEAD_DIM + column[None, :], mixed, mask=is_own)
         tl.store(tops + cell, top, mask=is_query)
         tl.store(sums + cell, total, mask=is_query)
 
@@ -140,7 +135,7 @@ def merge_splits(  # type: ignore[no-untyped-def]
     parts,  # float32 [SPLITS, N, HEADS, HEAD_DIM]
     tops,  # float32 [SPLITS, N, HEADS]
     sums,
-    rows,  # int32 [R]: rows of the step
+    tiles,  # int32 [T, TILE_FIELDS], of one row each
     out,  # [N, HEADS, HEAD_DIM]
     rows_in_step,
     HEADS: tl.constexpr,
@@ -149,7 +144,7 @@ def merge_splits(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr,
     SPLITS_WIDTH: tl.constexpr,  # SPLITS as a power of two
 ):
-    row, head = tl.load(rows + tl.program_id(0)).to(tl.int64), tl.program_id(1)
+    row, head = tl.load(tiles + tl.program_id(0) * TILE_FIELDS).to(tl.int64), tl.program_id(1)
     split, column = tl.arange(0, SPLITS_WIDTH), tl.arange(0, WIDTH)
     is_split, is_column = split < SPLITS, column < HEAD_DIM
     cell = (split.to(tl.int64) * rows_in_step + row) * HEADS + head

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import ForwardBatch, Model, load_model
 from engine.int8_linear import quantise_checkpoint
-from engine.packed_weights import pack
+from engine.packed_weights import pack_checkpoint
 from engine.quantisation import INT8_ACTIVATIONS, INT8_WEIGHTS, PackedIntegers
 from tests.engine.conftest import FAMILIES
 
@@ -120,10 +120,8 @@ class References:
             linear = [name for name in tensors if "_proj.weight" in name]
             if case.form == "int8":
                 tensors = quantise_checkpoint(tensors, linear)
-            for name in linear if case.form == "int4" else ():
-                weights = tensors.pop(name)
-                tensors[f"{name}_shape"] = torch.tensor(weights.shape)
-                tensors[f"{name}_packed"], tensors[f"{name}_scale"] = pack(weights, PackedIntegers(4, 16))
+            else:
+                tensors = pack_checkpoint(tensors, linear, PackedIntegers(4, 16))
             save_file(tensors, folder / "model.safetensors")
         return folder
 
