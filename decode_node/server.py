@@ -136,7 +136,7 @@ class DecodeService:
         with span.child("slots"), node.queued(request):
             most = request.num_slots(request.peak_tokens, block_tokens)
             grows = node.engine.computes_in_slots and rolling is None
-            count = _first_slots(request, block_tokens, most) if grows else most
+            count = request.first_slots(most, block_tokens) if grows else most
             taken = await node.slots.take(
                 request.key,
                 request.keys[:cut],
@@ -285,12 +285,3 @@ class DecodeService:
                 window.give_up(held)
             node.slots.give(slots[:held])
             await node.slots.fence(slots[held:], lambda: node.messenger.revoke(reservation.key), window)
-
-
-def _first_slots(request: Request, block_tokens: int, most: int) -> int:
-    """Return the initial number of slots.
-
-    Enough for the prompt and one token, for the expected answer, or for all of it.
-    """
-    wanted = request.placement.reserve_tokens
-    return min(most, -(-max(wanted, len(request.prompt) + 1) // block_tokens)) if wanted else most

@@ -28,7 +28,7 @@ from engine.errors import (
 from engine.folder import check_folder
 
 if TYPE_CHECKING:
-    from engine.batch import ForwardBatch, SequenceChunk
+    from engine.batch import FlatBatch, ForwardBatch, SequenceChunk
     from engine.cache import PagedCache
     from engine.layer_reuse import LayerInputs, LayerSpan, Recomputation
     from engine.logprobs import TokenLogprobs, log_probs
@@ -45,6 +45,7 @@ __all__ = [
     "ConfigInvalid",
     "DeviceUnavailable",
     "EngineError",
+    "FlatBatch",
     "ForwardBatch",
     "HubError",
     "InvalidBatch",
@@ -77,6 +78,7 @@ __all__ = [
 
 _COMPUTING = {
     "Bias": "steered_row",
+    "FlatBatch": "batch",
     "ForwardBatch": "batch",
     "TokenLogprobs": "logprobs",
     "LayerInputs": "layer_reuse",

@@ -5,7 +5,7 @@ step.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,10 @@ class SequenceChunk:
     """Consecutive tokens of one sequence; the KV of positions 0..start-1 is already in the cache.
 
     `token_ids` is int32 [n]. `slot_tables` has one int32 array per KV group: the slots of the blocks of positions
-    0..start+n-1, in order. In a window group, entries of blocks outside the window of every token of the chunk are
-    ignored and may be -1. `want_logits` requests the logits of the last token, and together with `every` those of all n
-    tokens. With `rolling`, what is visible is bounded, no token may be visible only to some of the chunk, and after
-    the first slide the tables hold the sinks' slot and those of the window.
+    0..start+n-1, in order, and perhaps of later ones. In a window group, entries of blocks outside the window of every
+    token of the chunk are ignored and may be -1. `want_logits` requests the logits of the last token, and together with
+    `every` those of all n tokens. With `rolling`, what is visible is bounded, no token may be visible only to some of
+    the chunk, and after the first slide the tables hold the sinks' slot and those of the window.
     """
 
     token_ids: IntArray
@@ -72,12 +72,34 @@ class FlatBatch:
     tables: IntArray  # all slot tables, concatenated
     table_begin: IntArray  # [G, C]: where the chunk's table for a group begins in `tables`
     table_length: IntArray  # [G, C]
+    block_tokens: int
     logits_rows: IntArray  # rows whose logits are computed: the last row, or every row, of each chunk that wants them
     max_context: int  # largest start + n
     span: LayerSpan  # layers that are computed
     only_kv: bool  # the span's last layer is computed only as far as its KV
     inputs: torch.Tensor | None  # [N, d]: what enters the span's first layer; None: the tokens' embeddings
     layer_inputs: LayerInputs | None
+
+    def advanced(self, token_ids: IntArray, config: ModelConfig) -> "FlatBatch":
+        """Return the step after this one, in which every chunk goes on with its next token, int32 [C].
+
+        Only for a batch of single tokens and a cache without windows; the slot tables must hold further blocks already.
+        What was validated is not validated again. Raises `InvalidBatch`.
+        """
+        starts = self.starts + 1
+        if (starts >= self.table_length.min(axis=0) * self.block_tokens).any():
+            raise InvalidBatch("the next token of a chunk needs a slot that its table does not hold")
+        if self.max_context >= config.max_positions:
+            raise InvalidBatch(f"a chunk must end by position {config.max_positions}, got {self.max_context + 1}")
+        _check_token_ids(token_ids, config)
+        return replace(
+            self,
+            token_ids=token_ids,
+            positions=self.positions + 1,
+            rotations=self.rotations + 1,
+            starts=starts,
+            max_context=self.max_context + 1,
+        )
 
     def padded_tables(
         self, group: int, chunks: npt.NDArray[np.signedinteger], first: IntArray, last: IntArray
@@ -111,8 +133,7 @@ def flatten_batch(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -
     if max_context > config.max_positions:
         bad = int(ends.argmax())
         raise InvalidBatch(f"chunk {bad} must end by position {config.max_positions}, got {max_context}")
-    if token_ids.min() < 0 or token_ids.max() >= config.vocab_size:
-        raise InvalidBatch(f"token ids must be in 0..{config.vocab_size - 1}, got {token_ids.min()}..{token_ids.max()}")
+    _check_token_ids(token_ids, config)
     flat = [chunk.slot_tables[group] for group in range(num_groups) for chunk in chunks]
     lengths = np.array([len(table) for table in flat], np.int32)
     begins = np.cumsum(lengths, dtype=np.int32) - lengths
@@ -133,6 +154,7 @@ def flatten_batch(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -
         tables=np.concatenate(flat).astype(np.int32, copy=False),
         table_begin=begins.reshape(num_groups, -1),
         table_length=lengths.reshape(num_groups, -1),
+        block_tokens=cache.block_tokens,
         logits_rows=_logits_rows(chunks, chunk_rows),
         max_context=max_context,
         span=recomputation.span if recomputation else LayerSpan(0, config.num_layers - 1),
@@ -143,6 +165,11 @@ def flatten_batch(batch: ForwardBatch, config: ModelConfig, cache: PagedCache) -
     for group in range(num_groups):
         _check_tables(plan, cache, group, ends)
     return plan
+
+
+def _check_token_ids(token_ids: IntArray, config: ModelConfig) -> None:
+    if token_ids.min() < 0 or token_ids.max() >= config.vocab_size:
+        raise InvalidBatch(f"token ids must be in 0..{config.vocab_size - 1}, got {token_ids.min()}..{token_ids.max()}")
 
 
 def _checked_recomputation(batch: ForwardBatch, config: ModelConfig, rows: int) -> Recomputation | None:
@@ -206,7 +233,10 @@ def first_visible(position: int, window: int, first: int) -> int:
 
 
 def _check_tables(plan: FlatBatch, cache: PagedCache, group: int, ends: IntArray) -> None:
-    """Check that every block read or written by a chunk has an existing slot. Raises `InvalidBatch`."""
+    """Check that every block read or written by a chunk has an existing slot. Raises `InvalidBatch`.
+
+    Without a window, later blocks in the table must have one, too (`FlatBatch.advanced`).
+    """
     block_tokens, window = cache.block_tokens, cache.groups[group].window
     needed = -(-ends // block_tokens)
     if (plan.table_length[group] < needed).any():
@@ -218,7 +248,8 @@ def _check_tables(plan: FlatBatch, cache: PagedCache, group: int, ends: IntArray
     first = plan.firsts[group]
     first = (np.maximum(plan.starts - window + 1, first) if window else first) // block_tokens
     begins = plan.table_begin[group]
-    lows, highs = _range_extremes(plan.tables, begins + first, begins + needed)
+    ends_checked = begins + (needed if window else plan.table_length[group])
+    lows, highs = _range_extremes(plan.tables, begins + first, ends_checked)
     if lows < 0 or highs >= cache.num_slots[group]:
         raise InvalidBatch(f"slots of group {group} must be in 0..{cache.num_slots[group] - 1}, got {lows}..{highs}")
 

@@ -14,7 +14,7 @@ import torch
 from engine.backends.compiled import CompiledBackend
 from engine.backends.interface import Backend
 from engine.backends.registry import AUTO, BackendKind, Placement, choose_backend
-from engine.batch import ForwardBatch, LayerHook, SequenceChunk, flatten_batch
+from engine.batch import FlatBatch, ForwardBatch, LayerHook, SequenceChunk, flatten_batch
 from engine.cache import DTYPES, PagedCache
 from engine.config import SILU, KvGroupShape, ModelConfig, read_config
 from engine.dense import score_dense
@@ -86,11 +86,24 @@ class Model:
         stream). `before_layer(layer)` is called once per KV layer, in order, before its KV is read or written.
         Raises `InvalidBatch` or `CacheMismatch` and leaves the cache unchanged, or what a hook raised.
         """
+        return self.run(self.flatten(batch, cache), cache, on_layer, before_layer)
+
+    def flatten(self, batch: ForwardBatch, cache: PagedCache) -> FlatBatch:
+        """Validate a batch against the model and the cache, and prepare it for `run`. Raises as `forward`."""
         if cache.groups != self.kv_groups:
             raise CacheMismatch(f"the cache must have the model's groups {self.kv_groups}, got {cache.groups}")
         if cache.memory.device != self.device:
             raise CacheMismatch(f"the cache must be on the model's device {self.device}, got {cache.memory.device}")
-        plan = flatten_batch(batch, self.config, cache)
+        return flatten_batch(batch, self.config, cache)
+
+    def run(
+        self,
+        plan: FlatBatch,
+        cache: PagedCache,
+        on_layer: LayerHook = None,
+        before_layer: LayerHook = None,
+    ) -> torch.Tensor:
+        """Run a prepared step, as `forward`, in the cache for which it was prepared."""
         with self._turn, torch.inference_mode():
             return self._backend.run(plan, cache, on_layer, before_layer)
 

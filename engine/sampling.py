@@ -18,7 +18,7 @@ import torch
 from engine import exact_math
 from engine.errors import SamplingError
 from engine.exact_math import philox4x32
-from engine.sampling_kernels import add_noise, candidates
+from engine.sampling_kernels import DRAW, choose_rows
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -65,11 +65,30 @@ def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Ten
         raise SamplingError(
             f"logits must be [B, V] with B rows of parameters, got {list(logits.shape)} and {len(rows)} rows"
         )
+    if logits.device.type == "cpu":
+        return _choose_compiled(logits, rows)
+    return choose_by_tensors(logits, rows)
+
+
+def choose_by_tensors(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same as `choose`, bit for bit, on any device."""
     scores = _scores(logits, rows, 0.0)
     best, ids = scores.max(dim=1)
     vocabulary = torch.arange(scores.shape[1], device=scores.device)
     ids = torch.where(scores == best[:, None], vocabulary, scores.shape[1]).amin(dim=1)
     return ids.clamp(max=scores.shape[1] - 1), best
+
+
+def _choose_compiled(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
+    for row in rows:
+        _check(row)
+    draws = np.array(
+        [(r.temperature, r.top_p, r.min_p, r.top_k, r.seed & _MASK64, r.choice, r.index) for r in rows], DRAW
+    )
+    ids, scores = np.empty(len(rows), np.int64), np.empty(len(rows))
+    values = logits if logits.dtype == torch.float64 else logits.float()
+    choose_rows(values.contiguous().numpy(), draws, _PROBABILITY_UNIT, ids, scores)
+    return torch.from_numpy(ids), torch.from_numpy(scores)
 
 
 def noisy_scores(
@@ -91,15 +110,13 @@ def _scores(logits: torch.Tensor, rows: Sequence[SamplingRow], slack: float) -> 
         _check(row)
     scores = logits.to(torch.float64, copy=True)
     drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
-    if drawn and scores.device.type == "cpu" and not slack:
-        draw_compiled(scores, rows, drawn)
-    elif drawn:
-        draw_by_tensors(scores, rows, drawn, slack)
+    if drawn:
+        _draw(scores, rows, drawn, slack)
     return scores
 
 
-def draw_by_tensors(scores: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequence[int], slack: float) -> None:
-    """Add noise to the rows `drawn` of scores [B, V] and exclude ids, in place, on any device."""
+def _draw(scores: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequence[int], slack: float) -> None:
+    """Add noise to the rows `drawn` of scores [B, V] and exclude ids, in place."""
     chosen = [rows[i] for i in drawn]
     device = scores.device
     temperature = torch.tensor([row.temperature for row in chosen], dtype=torch.float64, device=device)[:, None]
@@ -108,20 +125,6 @@ def draw_by_tensors(scores: torch.Tensor, rows: Sequence[SamplingRow], drawn: Se
     if any(row.is_restricted for row in chosen):
         noisy.masked_fill_(~_candidates(logits, chosen, temperature, slack), -torch.inf)
     scores[drawn] = noisy
-
-
-def draw_compiled(scores: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequence[int]) -> None:
-    """Do the same as `draw_by_tensors`, bit for bit, in compiled loops on the CPU."""
-    for i in drawn:
-        row, own = rows[i], scores[i].numpy()
-        if np.isnan(own).any():
-            continue
-        kept = None
-        if row.is_restricted:
-            kept = candidates(own, row.temperature, row.top_k, row.top_p, float(row.min_p), _PROBABILITY_UNIT)
-        add_noise(own, row.temperature, np.uint64(row.seed & _MASK64), np.uint64(row.choice), np.uint64(row.index))
-        if kept is not None:
-            own[~kept] = -np.inf
 
 
 def gumbel_noise(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> torch.Tensor:

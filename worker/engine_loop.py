@@ -39,7 +39,7 @@ from jit.fast_dataclass import fast_dataclass
 from moonpool_proto.v1.worker_pb2 import Finish, LogProbs
 from worker.engine_interface import StepRunner
 from worker.errors import GroupLost, LoadLost
-from worker.policy import BatchLimits, PrefillChunk, plan_step
+from worker.policy import BatchLimits, PlanStep, PrefillChunk, plan_step
 from worker.request import EngineSequence
 
 log = logging.getLogger(__name__)
@@ -90,8 +90,12 @@ class EngineLoop:
         on_step: Callable[[StepResult], None],
         *,
         allows_long_steps: bool = False,
+        plan: PlanStep = plan_step,
     ) -> None:
-        """`allows_long_steps`: prompts that wait for reused KV may be computed in longer steps than `limits`."""
+        """`allows_long_steps`: prompts that wait for reused KV may be computed in longer steps than `limits`. `plan`
+        decides what each step computes.
+        """
+        self._plan = plan
         self._steps = steps
         self._limits = limits
         self._allows_long_steps = allows_long_steps
@@ -214,7 +218,7 @@ class EngineLoop:
                 # token of a step takes a slot in them.
                 if self._allows_long_steps and prompts[0].prefill_only and prompts[0].window is None:
                     limits = limits.while_arriving(prompts[0].reused_tokens)
-            plan = plan_step(
+            plan = self._plan(
                 [s.remaining for s in ready],
                 [(s.num_computed, s.chunk_end) for s in prompts],
                 limits,

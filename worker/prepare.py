@@ -114,13 +114,16 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
     rolling = request.rolling_up_to(peak_tokens)
     is_exact = rolling is None and not request.reuses_sibling
     cut = node.parity.cut(request.request_id, reusable) if is_exact else None
-    num_slots = request.num_slots(peak_tokens, block_tokens)
+    most = request.num_slots(peak_tokens, block_tokens)
+    grows = node.engine.computes_in_slots and rolling is None
+    num_slots = request.first_slots(most, block_tokens) if grows else most
     if node.slots.must_wait(num_slots):
         node.kv_connector.prefetch(request, reusable)
     taken = await node.slots.take(
         request.key,
         request.keys[: reusable if cut is None else cut],
         num_slots,
+        most - num_slots,
         keeps_windows=bool(request.placement.helpers) and rolling is None,
         rolling=rolling,
     )
@@ -142,6 +145,7 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
     finally:
         if work is not None:
             await _end_load(work)
+        node.slots.growing.end(request.key)
         node.slots.give(taken.slots, taken.window)
         await shielded(
             asyncio.ensure_future(_unpin(node, pinning, superseded=work is not None and work.is_superseding))

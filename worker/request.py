@@ -161,6 +161,15 @@ class Request:
         rolling = self.rolling_up_to(tokens)
         return -(-(tokens if rolling is None else rolling.capacity) // block_tokens)
 
+    def first_slots(self, most: int, block_tokens: int) -> int:
+        """Return the slots with which an answer begins that may need up to `most`.
+
+        Enough for the prompt and one token, and for the expected answer if the placement says how long that is;
+        otherwise for all of it.
+        """
+        expected = self.placement.reserve_tokens
+        return min(most, -(-max(expected, len(self.prompt) + 1) // block_tokens)) if expected else most
+
     def most_held(self, tokens: int) -> int:
         """Return the tokens whose KV a node holds at most, of `tokens`."""
         return tokens if self.rolling is None else min(tokens, self.rolling.capacity)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,12 +19,14 @@ from numpy.typing import NDArray
 
 from engine import (
     EngineError,
+    FlatBatch,
     ForwardBatch,
     InvalidBatch,
     LayerInputs,
     LayerSpan,
     LogitSteering,
     Model,
+    ModelConfig,
     PagedCache,
     Recomputation,
     SamplingError,
@@ -145,6 +148,28 @@ def _row(sequence: EngineSequence) -> SamplingRow:
     return SamplingRow(s.temperature, s.top_p, s.top_k, s.seed, s.choice, sequence.next_index, s.min_p)
 
 
+@dataclass(frozen=True, slots=True)
+class _DecodeStep:
+    """A step of decoding sequences and the slot tables of its batch."""
+
+    sequences: tuple[EngineSequence, ...]
+    tables: tuple[NDArray[np.int32], ...]
+    batch: FlatBatch
+
+    def next_step(self, decoding: Sequence[EngineSequence], config: ModelConfig) -> FlatBatch | None:
+        """Return the batch of the next step if the same sequences go on in the same slots; otherwise None."""
+        if len(decoding) != len(self.sequences):
+            return None
+        for sequence, last, table in zip(decoding, self.sequences, self.tables, strict=True):
+            if sequence is not last or sequence.table is not table:
+                return None
+        computed = np.array([s.num_computed for s in decoding])
+        if not np.array_equal(computed, self.batch.starts + 1):
+            return None
+        tokens = np.array([s.tokens[s.num_computed] for s in decoding], np.int32)
+        return self.batch.advanced(tokens, config)
+
+
 class ModelSteps:
     """Runner of a model's forward steps over its paged cache, and of sampling."""
 
@@ -155,10 +180,12 @@ class ModelSteps:
         self._windows = windows
         self._hidden: HiddenMemory | None = None
         self._kept_layers = frozenset[int]()
+        self._repeats = not any(group.window for group in cache.groups)
+        self._last: _DecodeStep | None = None  # the last step, if the next one can be made from it
 
     def keep_inputs(self, hidden: HiddenMemory, layers: frozenset[int]) -> None:
         """Write the hidden states that enter `layers` to `hidden` in every step. Before the engine starts."""
-        self._hidden, self._kept_layers = hidden, layers
+        self._hidden, self._kept_layers, self._repeats = hidden, layers, False
 
     @torch.inference_mode()
     def recompute(self, request: Request, slots: Sequence[int], span: LayerSpan, tokens: range) -> None:
@@ -193,6 +220,26 @@ class ModelSteps:
         for sequence, start in (*((s, s.num_computed) for s in decoding), *((s, c.start) for s, c in chunks)):
             if sequence.rolling is not None:
                 self._slide(sequence, sequence.rolling, start)
+        logits = self._model.run(self._plan(decoding, chunks), self._cache, on_layer, before_layer)
+        rows = [*decoding, *(s for s, c in chunks if c.last)]
+        return sample_tokens(score_prompts(logits, len(decoding), chunks), rows)
+
+    def _plan(
+        self, decoding: Sequence[EngineSequence], chunks: Sequence[tuple[EngineSequence, PrefillChunk]]
+    ) -> FlatBatch:
+        """Return the step's batch, from the last one if the same sequences go on."""
+        last, self._last = self._last, None
+        tables = tuple(s.table for s in decoding)  # first: a table may be replaced by a longer one at any time
+        plan = None if chunks or last is None else last.next_step(decoding, self._model.config)
+        if plan is None:
+            plan = self._model.flatten(self._batch(decoding, chunks), self._cache)
+        if self._repeats and not chunks and all(s.rolling is None for s in decoding):
+            self._last = _DecodeStep(tuple(decoding), tables, plan)
+        return plan
+
+    def _batch(
+        self, decoding: Sequence[EngineSequence], chunks: Sequence[tuple[EngineSequence, PrefillChunk]]
+    ) -> ForwardBatch:
         batch = ForwardBatch(
             [self._chunk(s, s.num_computed, s.num_tokens, True) for s in decoding]
             + [self._chunk(s, c.start, c.end, c.last) for s, c in chunks]
@@ -202,9 +249,7 @@ class ModelSteps:
                 self._hidden,
                 [*((s, s.num_computed, s.num_tokens) for s in decoding), *((s, c.start, c.end) for s, c in chunks)],
             )
-        logits = self._model.forward(batch, self._cache, on_layer, before_layer)
-        rows = [*decoding, *(s for s, c in chunks if c.last)]
-        return sample_tokens(score_prompts(logits, len(decoding), chunks), rows)
+        return batch
 
     def _kept_inputs(self, hidden: HiddenMemory, rows: Sequence[tuple[EngineSequence, int, int]]) -> LayerInputs:
         """Return what writes the inputs of layers to the slots of each row's token; not those of rolling windows."""
@@ -225,7 +270,8 @@ class ModelSteps:
         )
 
     def _chunk(self, sequence: EngineSequence, start: int, end: int, want_logits: bool) -> SequenceChunk:
-        used = sequence.table_of(start, end, self._cache.block_tokens)
+        whole = self._repeats and sequence.rolling is None  # for the steps that are made from this one
+        used = sequence.table if whole else sequence.table_of(start, end, self._cache.block_tokens)
         seen = used if self._windows is None else self._windows.slot_of[used]
         return SequenceChunk(
             token_ids=sequence.tokens[start:end],

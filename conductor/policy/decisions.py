@@ -155,7 +155,7 @@ class Place:
     considered: Considered = NOTHING_CONSIDERED
     extrapolated: tuple[str, ...] = ()  # predictions beyond the measured range: "prefill", "decode", "load", ...
     asks_again: bool = False
-    reserve_tokens: int = 0  # pages to reserve first on the decode node, in tokens; 0: the most that may be needed
+    reserve_tokens: int = 0  # pages to reserve first where it decodes, in tokens; 0: the most that may be needed
     helpers: tuple[str, ...] = ()  # prefill nodes that may compute some of its chunks
     local_blocks: int = 0  # in the prefill node's own memory
     sibling: SiblingChoice | None = None  # None: only the model's own KV is reused

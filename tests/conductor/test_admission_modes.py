@@ -309,6 +309,16 @@ def test_reserving_for_usual_answers_lets_more_in_and_the_ledger_follows_what_is
     assert c.counts["committed_tokens"] == 1024
 
 
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("aggregated",)])
+def test_whichever_node_decodes_begins_with_the_pages_of_usual_answers(cluster, make, roles):
+    c = cluster(*(make.node(role, role) for role in roles), overrun_probability=0.05)
+    assert c.send(make.request("first", prompt=64, new=2000))[0].reserve_tokens == 2064, "nothing is learned yet"
+    for i in range(100):
+        c.send(make.request(f"w{i}", prompt=64, new=2000))
+        c.send(RequestCompleted(f"w{i}", 0, "finished", 0.1, 0.01, 40))
+    assert 0 < c.send(make.request("r", prompt=64, new=2000))[0].reserve_tokens <= 128
+
+
 def test_an_expected_length_raises_the_reservation_but_never_lowers_it(cluster, make):
     reserved = {}
     for expected in (0, 1, 700, 1 << 20):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine import ForwardBatch, PagedCache, load_model
+from engine import ForwardBatch, InvalidBatch, PagedCache, SequenceChunk, load_model
 
 TOLERANCE = 1e-4
 BACKENDS = ["compiled", "torch"]
@@ -83,6 +83,40 @@ def test_every_row_of_a_chunk_may_be_asked_for(backend, models, runner):
     chunks = [run.chunk(1, 0, 9), run.chunk(0, 7, 30, every=True), run.chunk(2, 0, 20, want_logits=False)]
     logits = run.model.forward(ForwardBatch(chunks), run.cache).numpy()
     np.testing.assert_allclose(logits, np.concatenate([want[1][-1:], want[0][7:]]), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_made_from_the_last_one_has_the_same_bits_as_a_new_one(backend, models, runner):
+    run = runner(models("llama", backend=backend), [20, 9])
+    run.step((0, 0, 12), (1, 0, 3))
+    step = run.model.flatten(ForwardBatch([run.chunk(0, 12, 1), run.chunk(1, 3, 1)]), run.cache)
+    for at in range(1, 6):
+        run.model.run(step, run.cache)
+        step = step.advanced(np.array([run.sequences[0][12 + at], run.sequences[1][3 + at]]), run.model.config)
+        logits = run.model.run(step, run.cache).cpu().numpy()
+        assert np.array_equal(logits, run.step((0, 12 + at, 1), (1, 3 + at, 1)))
+
+
+def test_a_step_made_from_the_last_one_is_validated(models, runner):
+    model = models("llama")
+    run = runner(model, [8])  # two blocks of four tokens
+
+    def step(start, token=0):
+        chunk = SequenceChunk(np.array([token], np.int32), start, run.tables[0], want_logits=True)
+        return model.flatten(ForwardBatch([chunk]), run.cache)
+
+    step(6).advanced(np.array([5]), model.config)
+    with pytest.raises(InvalidBatch, match="slot"):
+        step(7).advanced(np.array([5]), model.config)
+    with pytest.raises(InvalidBatch, match="token ids"):
+        step(3).advanced(np.array([256]), model.config)
+    long = runner(model, [model.config.max_positions], block_tokens=4)
+    last = model.flatten(ForwardBatch([long.chunk(0, model.config.max_positions - 1, 1)]), long.cache)
+    with pytest.raises(InvalidBatch, match=r"needs a slot|position"):
+        last.advanced(np.array([5]), model.config)
+    run.tables[0] = (np.array([run.tables[0][0][0], -1], np.int32),)
+    with pytest.raises(InvalidBatch, match="slots of group 0"):
+        step(2)
 
 
 def test_slots_behind_the_window_are_not_touched(models, runner):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from engine import SamplingError, SamplingRow, exact_math, noisy_scores, sample
 from engine.exact_math import philox4x32
-from engine.sampling import draw_by_tensors, draw_compiled, gumbel_noise
+from engine.sampling import choose, choose_by_tensors, gumbel_noise
+from engine.sampling_kernels import most_noise
 
 # From Random123's kat_vectors: philox4x32 10 <counter> <key> <expected>
 KNOWN_ANSWERS = [
@@ -173,12 +174,30 @@ def test_compiled_and_tensor_forms_are_equal_bit_for_bit(data, vocab, spread):
         for _ in range(2)
     ]
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    compiled = torch.from_numpy((rng.normal(size=(2, vocab)) * spread).round(1))
-    compiled[0, data.draw(st.integers(1, vocab)) :] = -torch.inf  # as a grammar leaves them
-    tensors = compiled.clone()
-    draw_compiled(compiled, rows, [0, 1])
-    draw_by_tensors(tensors, rows, [0, 1], 0.0)
-    assert torch.equal(compiled, tensors)
+    logits = torch.from_numpy((rng.normal(size=(2, vocab)) * spread).round(1).astype(np.float32))
+    logits[0, data.draw(st.integers(1, vocab)) :] = -torch.inf  # as a grammar leaves them
+    for compiled, tensors in zip(choose(logits, rows), choose_by_tensors(logits, rows), strict=True):
+        assert torch.equal(compiled, tensors)
+
+
+def test_ids_that_are_ruled_out_by_a_bound_of_their_noise_could_not_have_won():
+    """Many draws, so that some noise lies close to its bound."""
+    logits = torch.linspace(0.0, -12.0, 24).repeat(2000, 1)
+    rows = [row(index=i, temperature=1.5, seed=3) for i in range(len(logits))]
+    ids, scores = choose(logits, rows)
+    expected_ids, expected_scores = choose_by_tensors(logits, rows)
+    assert torch.equal(ids, expected_ids)
+    assert torch.equal(scores, expected_scores)
+    assert len(ids.unique()) > 12
+
+
+@pytest.mark.parametrize("leading_ones", [0, 1, 5, 31, 32])
+def test_the_bound_of_the_noise_holds_and_is_close(leading_ones):
+    """The largest number with so many leading ones has a noise below the bound, by little more than ln 2 at most."""
+    bits = ((1 << 52) - 1) ^ ((1 << (51 - leading_ones)) if leading_ones < 32 else 0)
+    high = bits >> 20
+    noise = -math.log(-math.log((bits + 0.5) * 2.0**-52))
+    assert 0 <= most_noise(np.uint64(high)) - noise < math.log(2) * 1.1
 
 
 def test_scores_are_in_units_of_logits():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from engine import Model, PagedCache
+from engine import FlatBatch, ForwardBatch, Model, PagedCache
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, Submit
 from worker import engine_loop
 from worker.engine_loop import EngineLoop, LayerHook, StepResult
@@ -95,6 +95,47 @@ def test_merged_steps_give_the_tokens_of_the_dense_reference(model: Model, harne
     for sequence, prompt in zip(sequences, prompts(), strict=True):
         assert sequence.tokens[sequence.prompt_len :].tolist() == greedy(model, prompt, 12)
         assert sequence.finish == FINISH_LENGTH
+
+
+def test_steps_of_the_same_sequences_are_made_from_the_last_one(
+    model: Model, harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new: list[int] = []
+    real = model.flatten
+    monkeypatch.setattr(model, "flatten", lambda batch, cache: (new.append(len(batch.chunks)), real(batch, cache))[1])
+    run = harness()
+    first, second = run.sequence(prompts()[0], 60), run.sequence(prompts()[1], 30)
+    run.loop.submit(first)
+    while not run.steps.get(timeout=60).decode_batch:
+        pass
+    run.loop.submit(second)
+    run.run(2)
+    assert first.tokens[first.prompt_len :].tolist() == greedy(model, prompts()[0], 60)
+    assert second.tokens[second.prompt_len :].tolist() == greedy(model, prompts()[1], 30)
+    # Both prompts, the first step after each, and the one after the second sequence has ended.
+    assert len(new) <= 8
+
+
+def test_slots_that_come_while_a_step_is_prepared_are_used(
+    model: Model, harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = harness()
+    sequence = run.sequence(prompts()[0], 40)
+    later = sequence.slots[1:]
+    sequence.slots, sequence.table = sequence.slots[:1], sequence.table[:1]
+    real = model.flatten
+
+    def flatten(batch: ForwardBatch, cache: PagedCache) -> FlatBatch:
+        plan = real(batch, cache)
+        if later:
+            run.loop.extend(sequence, [later.pop(0)])
+        return plan
+
+    monkeypatch.setattr(model, "flatten", flatten)
+    run.loop.submit(sequence)
+    steps = run.run(1)
+    assert all(step.error is None for step in steps)
+    assert sequence.tokens[sequence.prompt_len :].tolist() == greedy(model, prompts()[0], 40)
 
 
 def test_tokens_are_reported_once_each_in_order(harness: Callable[..., Harness]) -> None:

@@ -54,19 +54,19 @@ class Engine:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """The worker's model raises in `forward` as long as `fails`."""
+    """The worker's model raises in `run` as long as `fails`."""
     switch = Engine()
 
     def load(*args: Any, **kwargs: Any) -> Any:
         model = load_model(*args, **kwargs)
-        real = model.forward
+        real = model.run
 
-        def forward(*args: Any) -> Any:
+        def run(*args: Any) -> Any:
             if switch.fails:
                 raise RuntimeError("device-side assert")
             return real(*args)
 
-        model.forward = forward  # type: ignore[method-assign]
+        model.run = run  # type: ignore[method-assign]
         return model
 
     monkeypatch.setattr(worker.transformer, "load_model", load)

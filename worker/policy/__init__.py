@@ -1,6 +1,6 @@
 """Pure decisions of workers: slots, steps, scheduling order, engine health. No I/O, clock or torch."""
 
-from worker.policy.batch import BatchLimits, BatchPlan, PrefillChunk, plan_step
+from worker.policy.batch import BatchLimits, BatchPlan, PlanStep, PrefillChunk, plan_step
 from worker.policy.health import MAX_FAILED_STEPS, CircuitBreaker, EngineHealth
 from worker.policy.slots import SlotPool, TakenSlots
 from worker.policy.window_slots import (
@@ -19,6 +19,7 @@ __all__ = [
     "CircuitBreaker",
     "EngineHealth",
     "OutOfSlots",
+    "PlanStep",
     "PrefillChunk",
     "SlotPool",
     "TakenSlots",

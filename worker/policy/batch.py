@@ -5,7 +5,7 @@ Every decoding sequence advances by one token; the rest of the step's token budg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -59,6 +59,10 @@ class BatchPlan:
     @property
     def is_empty(self) -> bool:
         return not self.decode and not self.prefill
+
+
+PlanStep = Callable[[Sequence[int], Sequence[tuple[int, int]], BatchLimits], BatchPlan]
+"""Function with the arguments of `plan_step`."""
 
 
 def plan_step(

@@ -164,7 +164,7 @@ def placed_by(
     nodes, scores, decode = plan.places.prefill, plan.scores, plan.decode
     chosen = scores.chosen
     decodes_at = "" if decode is None or nodes.is_aggregated.item(chosen) else decode.node_id
-    reserves = state.config.overrun_probability and decodes_at and not request.endless
+    reserves = state.config.overrun_probability and decode is not None and not request.endless
     return Place(
         request.request_id,
         request.attempt,

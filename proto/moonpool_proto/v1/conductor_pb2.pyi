@@ -954,7 +954,7 @@ class Placement(_message.Message):
     predicted_ttft_s: _builtins.float
     predicted_tbt_s: _builtins.float
     reserve_tokens: _builtins.int
-    """Tokens for which the decode node reserves pages before the prefill; more are taken as needed. 0: for the longest
+    """Tokens for which the node that decodes reserves pages first; more are taken as needed. 0: for the longest
     possible answer.
     """
     slo_version: _builtins.int
