@@ -78,6 +78,7 @@ def node_view(node: conductor_pb2.Node) -> NodeView:
         chunk_tokens=node.prefill_chunk_tokens,
         window_blocks=node.window_blocks,
         window_bytes_per_token=node.window_bytes_per_token,
+        preempts=node.preempts,
     )
 
 

@@ -75,6 +75,7 @@ class Reservation:
         self.token_s = 0.0  # seconds to compute one prompt token on the prefill node
         self.tail_s = 0.0  # seconds from the first token until all KV was pushed
         self.committed_at = 0.0  # time.monotonic() of the commit
+        self.is_preempted = False
         self.fenced = False  # the writer's key is revoked: nothing more can be written
         self.gone: str | None = None  # reason for rejecting commits
 

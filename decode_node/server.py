@@ -23,7 +23,7 @@ from moonpool_proto.v1.worker_pb2 import (
 )
 from telemetry import tracing
 from telemetry.tracing import Span
-from worker.errors import RequestFailed, RequestRefused
+from worker.errors import Preempted, RequestFailed, RequestRefused
 from worker.node import WorkerNode
 from worker.policy import TakenSlots
 from worker.policy.kept_blocks import KeptBlocks
@@ -156,8 +156,10 @@ class DecodeService:
                 # The partial block is current if nothing was computed after it.
                 if kept is not None and kept.tail_key != reserve.superseded:
                     await node.kv_connector.drop(reserve.superseded, request.placement.pool)
+                if reservation.is_preempted:
+                    raise Preempted
         finally:
-            node.slots.growing.end(request.key)
+            node.slots.end(request.key)
             if reservation is None:
                 node.slots.give(taken.slots, taken.window)
             else:
@@ -245,6 +247,7 @@ class DecodeService:
         with node.jobs.ended_by(request, lambda kept: node.end_early(sequence, kept)):
             await node.run_in_engine(sequence)
             trace_answer(span, sequence)
+            reservation.is_preempted = sequence.preempted and not sequence.has_ended
             if sequence.has_sinks or request.reuses_sibling:  # its KV is no prefix's, or follows from another model's
                 return None
             kept = PrefixSave.of(sequence, node.config.block_tokens)

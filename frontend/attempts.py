@@ -30,21 +30,26 @@ from telemetry.tracing import OFF, Span
 class RetryBudget:
     """Limit on the attempts of one request: a request that crashes workers must not be retried indefinitely.
 
-    An attempt counts once a worker has received the request. Attempts that reached no worker are free for `grace_s`,
-    because the conductor needs some seconds to detect a dead or hanging node; each of them runs on another node or
-    after a pause.
+    An attempt counts once a worker has received the request, unless it was preempted. Attempts that reached no worker
+    are free for `grace_s`, because the conductor needs some seconds to detect a dead or hanging node; each of them runs
+    on another node or after a pause.
     """
 
     def __init__(self, max_tries: int, grace_s: float) -> None:
         self._max_tries = max_tries
         self._grace_s = grace_s
         self._num_unreached = 0
+        self._num_preempted = 0
         self._unreached_since_s: float | None = None
 
     def record_unreachable(self, now_s: float) -> None:
         """Record that the last attempt could not reach a worker."""
         self._num_unreached += 1
         self._unreached_since_s = now_s if self._unreached_since_s is None else self._unreached_since_s
+
+    def record_preempted(self) -> None:
+        """Record that the last attempt gave way to a more urgent request."""
+        self._num_preempted += 1
 
     def record_reached(self) -> None:
         """Record that a worker received the request."""
@@ -55,7 +60,8 @@ class RetryBudget:
         since_s = self._unreached_since_s
         # The conductor has had enough time to detect dead nodes, and still no worker could be reached.
         grace_is_over = since_s is not None and now_s >= since_s + self._grace_s
-        return num_attempts - (0 if grace_is_over else self._num_unreached) >= self._max_tries
+        failed = num_attempts - self._num_preempted - (0 if grace_is_over else self._num_unreached)
+        return failed >= self._max_tries
 
 
 _UNKNOWN: Final = 0  # incarnation of a node that is not in the cluster's last state
@@ -110,6 +116,11 @@ class AttemptFailure:
     code: str
     message: str
     retryable: bool
+
+    @property
+    def is_preemption(self) -> bool:
+        """True if the attempt gave way to a more urgent request: nothing is wrong with its nodes."""
+        return self.code == "preempted"
 
 
 @dataclass

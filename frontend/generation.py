@@ -210,7 +210,8 @@ class Generation:
         await self._context.throttle.take()
         if self._failure is not None:
             self._raise_if_final(self._failure)
-            self._context.metrics.retries.inc()
+            if not self._failure.is_preemption:
+                self._context.metrics.retries.inc()
             await self._placer.complete("retry")
             self._failure = None
             self.stats.lost_s += monotonic() - self._placed_s
@@ -278,6 +279,7 @@ class Generation:
             hints=request.hints.to_proto(),
             head_tokens=request.head_tokens,
             rolling=request.rolling,
+            preemptible=True,
         )
 
     async def _follow(self, attempt: Attempt) -> OutputChunk | None:
@@ -405,10 +407,14 @@ class Generation:
     def _fail_attempt(self, attempt: Attempt, failure: AttemptFailure) -> None:
         """End the attempt. `next` first returns the tokens that arrived before, then decides about another attempt."""
         logs.attempt(self.request.request_id, attempt.number)  # the attempt may have begun in another task
-        _log.warning("attempt ended: %s", failure.message, extra={"suspect": failure.suspect})
+        level = logging.INFO if failure.is_preemption else logging.WARNING
+        _log.log(level, "attempt ended: %s", failure.message, extra={"suspect": failure.suspect})
         attempt.span.fail(failure.message)
         self._leave(attempt, cancel=True)
         self._attempt, self._failure = None, failure
+        if failure.is_preemption:
+            self._retry_budget.record_preempted()
+            return
         self._avoided_nodes.add(failure.suspect, attempt.incarnation_of(failure.suspect), monotonic())
 
     def _raise_if_final(self, failure: AttemptFailure) -> None:

@@ -143,6 +143,10 @@ class EngineSettings(SettingsGroup):
         ),
     ] = 0
     max_batch: Annotated[int, Key("Maximum sequences decoded in one step", low=1, high=65536)] = 64
+    preemption: Annotated[
+        Literal["off", "on"],
+        Key("Whether answers of a class give up their KV pages to waiting requests of a more urgent class"),
+    ] = "on"
     prefill_chunk_tokens: Annotated[int, Key("Maximum prompt tokens computed in one step", low=1)] = 512
     prefill_lookahead: Annotated[
         int, Key("Waiting requests whose KV is loaded or reserved ahead of the running one", low=1, high=1024)

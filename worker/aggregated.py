@@ -7,6 +7,7 @@ from __future__ import annotations
 from moonpool_proto.v1.conductor_pb2 import PHASE_ENDED, PHASE_PREFILL_STARTED
 from telemetry import tracing
 from telemetry.tracing import Span
+from worker.errors import Preempted
 from worker.node import WorkerNode
 from worker.prepare import compute, load, prepared, save_prefix, sequence_of, trace_answer, trace_prompt
 from worker.request import Request
@@ -40,5 +41,7 @@ class AggregatedService:
                         trace_prompt(span, sequence, work)
                         trace_answer(span, sequence)
                         await save_prefix(node, work, sequence)
+                    if sequence.preempted and not sequence.has_ended:
+                        raise Preempted
         finally:
             report.progress(request.request_id, request.attempt, PHASE_ENDED)

@@ -4,6 +4,7 @@ WorkerError
 ├── RequestRefused        the request is invalid here (too long, unknown model): not retried
 ├── RequestFailed         this attempt failed here; another node may succeed
 │   ├── GroupLost         chunks of other members of a prefill group are missing or damaged
+│   ├── Preempted         a more urgent request needs its pages; its KV is saved
 │   ├── LoadLost          reused KV of a prompt whose computation has begun is missing or damaged
 │   └── GrammarLost       the process that followed the request's grammar has ended
 ├── GrammarError          a grammar that cannot be compiled
@@ -53,6 +54,13 @@ class LoadLost(RequestFailed):
 
     def __init__(self, message: str) -> None:
         super().__init__("load", message)
+
+
+class Preempted(RequestFailed):
+    """A more urgent request needs the pages of a running answer, whose KV has been saved. It is placed again."""
+
+    def __init__(self) -> None:
+        super().__init__("preempted", "a request of a more urgent class needs its KV pages")
 
 
 class GrammarLost(RequestFailed):

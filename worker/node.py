@@ -23,7 +23,7 @@ from worker.engine_node import EngineNode, SequenceRunner
 from worker.grammar_matching import GrammarCompiler
 from worker.kv_connector import KVConnector, PoolCallSettings
 from worker.kv_receiver import KVReceiver
-from worker.node_slots import NodeSlots
+from worker.node_slots import NodeSlots, SlotCalls
 from worker.own_blocks import OwnBlocks
 from worker.parity import ParityChecker
 from worker.policy import BatchLimits
@@ -90,9 +90,12 @@ class WorkerNode(EngineNode):
             config,
             (self.memory, self.stored, *self._hidden),
             self.wait_queue,
-            extend=self._extend,
-            waits=lambda: self.counters.add("kv_growth_waits", 1),
-            broken=self._broken_by,
+            SlotCalls(
+                extend=self._extend,
+                waits=lambda: self.counters.add("kv_growth_waits", 1),
+                preempt=self._preempt,
+                broken=self._broken_by,
+            ),
             own_blocks=self.own_blocks,
             windows=self.memory.windows,
         )
@@ -179,6 +182,7 @@ class WorkerNode(EngineNode):
             engine=self.model.label,
             siblings=[] if self._siblings is None else self._siblings.description(),
             reports_blocks=True,
+            preempts=self.config.engine.preemption == "on",
         )
 
     async def close(self) -> None:
@@ -216,10 +220,10 @@ class WorkerNode(EngineNode):
         return {**self.model.counters(), **moved}
 
     def _entered(self, sequence: EngineSequence) -> None:
-        self.slots.growing.run(sequence)
+        self.slots.run(sequence)
 
     def _stepped(self, sequence: EngineSequence) -> None:
-        self.slots.growing.stepped(sequence)
+        self.slots.stepped(sequence)
 
     def _left(self, sequence: EngineSequence) -> None:
         self.slots.left(sequence)
@@ -229,6 +233,11 @@ class WorkerNode(EngineNode):
         held = self.held.get(sequence.request.request_id)
         if held is not None:
             held.committed_tokens = len(sequence.slots) * self.config.block_tokens
+
+    def _preempt(self, sequence: EngineSequence) -> None:
+        self.counters.add("preemptions", 1)
+        sequence.preempted = True
+        self.engine.cancel(sequence)
 
     def _kv_at_rest(self) -> tuple[list[str], dict[str, float]]:
         problems = self.slots.pool.validate() + [f"messenger: {p}" for p in self.messenger.validate()]

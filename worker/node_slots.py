@@ -3,7 +3,7 @@
 Lives on the event loop. A coroutine takes slots with `take`, lends them to a sequence while it is in the engine, and
 returns them with `give`, or with `fence` if a remote node may still write them. Running answers get more slots before
 they need them; an answer that has to wait keeps its KV. `GrowthLedger` decides which grants are safe: every running
-sequence must be able to end.
+sequence must be able to end. For requests of a more urgent class, running answers are preempted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ from messenger.staging import READY, StagingError, Ticket
 from worker.config import WorkerConfig
 from worker.errors import RequestRefused
 from worker.own_blocks import OwnBlocks
-from worker.policy import OutOfSlots, SlotPool, TakenSlots, WindowHold, WindowSlots, slots_of_answer, slots_of_prompt
+from worker.policy import (
+    OutOfSlots,
+    RunningAnswer,
+    SlotPool,
+    TakenSlots,
+    WindowHold,
+    WindowSlots,
+    answers_to_preempt,
+    slots_of_answer,
+    slots_of_prompt,
+)
 from worker.policy.growth import GrowthLedger
 from worker.policy.scheduling_order import RequestKey, WaitQueue
 from worker.request import EngineSequence
@@ -52,7 +62,7 @@ class SlotQueue:
     """Requests waiting for slots, served strictly in the order of the wait queue; each gets all of its slots at once.
 
     Lives on the event loop. `acquire(request, keys, count, wants, need)` takes slots or raises OutOfSlots;
-    `release(request, taken)` undoes it.
+    `release(request, taken)` undoes it. `make_room(waiter)` is called when the first one has to wait.
     """
 
     def __init__(
@@ -60,10 +70,12 @@ class SlotQueue:
         wait_queue: WaitQueue,
         acquire: Callable[[RequestKey, Sequence[bytes], int, int, _WindowNeed], TakenSlots],
         release: Callable[[RequestKey, TakenSlots], None],
+        make_room: Callable[[_Waiter], None],
     ) -> None:
         self._wait_queue = wait_queue
         self._acquire = acquire
         self._release = release
+        self._make_room = make_room
         self._waiters: list[_Waiter] = []
 
     def __len__(self) -> int:
@@ -97,6 +109,7 @@ class SlotQueue:
                     taken = self._acquire(first.key, first.keys, first.count, first.wants, first.need)
                     first.taken.set_result(taken)
                 except OutOfSlots:
+                    self._make_room(first)
                     return
             self._waiters.remove(first)
 
@@ -182,6 +195,16 @@ class GrowingAnswers:
                 del self._running[id(sequence)]
 
 
+@dataclass(frozen=True, slots=True)
+class SlotCalls:
+    """Functions that the slots of a worker call."""
+
+    extend: Callable[[EngineSequence, list[int]], None]  # passes more slots to a running sequence
+    waits: Callable[[], None]  # an answer has to wait for a slot
+    preempt: Callable[[EngineSequence], None]  # a running answer is to give its slots up
+    broken: Callable[[str], None]  # a device failed, for this reason: returned slots cannot be reused
+
+
 class NodeSlots:
     """The slots of one worker. `pool` records their holders, `growing` the running answers that may need more."""
 
@@ -190,16 +213,13 @@ class NodeSlots:
         config: WorkerConfig,
         memories: Iterable[SlotMemory],
         wait_queue: WaitQueue,
+        calls: SlotCalls,
         *,
-        extend: Callable[[EngineSequence, list[int]], None],
-        waits: Callable[[], None],
-        broken: Callable[[str], None],
         own_blocks: OwnBlocks,
         windows: WindowSlots | None = None,
     ) -> None:
-        """`memories` hold the slots' bytes, one per form; `own_blocks` reports the indexed blocks. `extend` passes more
-        slots to a running sequence; `waits()` is called when an answer has to wait for one, `broken(reason)` when a
-        device fails and returned slots therefore cannot be reused. `windows`: the slots of windowed groups.
+        """`memories` hold the slots' bytes, one per form; `own_blocks` reports the indexed blocks. `windows`: the slots
+        of windowed groups.
         """
         self._config = config
         self._memories = tuple(dict.fromkeys(memories))
@@ -212,13 +232,18 @@ class NodeSlots:
             on_window_forgotten=own_blocks.discard_window,
         )
         self.growing = GrowingAnswers(
-            config.num_slots, config.block_tokens, allocate=self._allocate, extend=extend, waits=waits
+            config.num_slots, config.block_tokens, allocate=self._allocate, extend=calls.extend, waits=calls.waits
         )
-        self._queue = SlotQueue(wait_queue, self._acquire, self._undo)
+        self._wait_queue = wait_queue
+        self._queue = SlotQueue(wait_queue, self._acquire, self._undo, self._make_room)
+        self._preempt = calls.preempt
+        self._running: dict[RequestKey, EngineSequence] = {}  # answers that may be preempted
+        self._fresh: set[RequestKey] = set()  # those that have generated nothing here yet
+        self._yielding: dict[RequestKey, int] = {}  # pages that preempted answers have not returned yet
         self._loop = asyncio.get_running_loop()
         if windows is not None:
             windows.watch(lambda: self._loop.call_soon_threadsafe(self.pool.settle_windows))
-        self._broken = broken
+        self._broken = calls.broken
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -287,6 +312,25 @@ class NodeSlots:
             return self._allocate(count)
         return None
 
+    def run(self, sequence: EngineSequence) -> None:
+        """Register that a sequence enters the engine."""
+        self.growing.run(sequence)
+        if sequence.request.is_preemptible and not sequence.prefill_only:
+            self._running[sequence.request.key] = sequence
+            self._fresh.add(sequence.request.key)
+
+    def stepped(self, sequence: EngineSequence) -> None:
+        """Register one more token of a sequence."""
+        self.growing.stepped(sequence)
+        if sequence.request.key in self._fresh and sequence.is_preemptible:
+            self._fresh.remove(sequence.request.key)
+            self._queue.serve()  # somebody may wait for this
+
+    def end(self, request: RequestKey) -> None:
+        """Register that a request needs no more slots, before they are returned."""
+        self.growing.end(request)
+        self._yielding.pop(request, None)
+
     def give(self, slots: Sequence[int], window: WindowHold | None = None) -> None:
         """Return slots. They stay held until all copies and computation on the device that may use them have ended."""
         ended = self._all_ended()
@@ -298,6 +342,8 @@ class NodeSlots:
     def left(self, sequence: EngineSequence) -> None:
         """Register that a sequence has left the engine, and serve those that waited for slots because of its growth."""
         self.growing.leave(sequence)
+        self._running.pop(sequence.request.key, None)
+        self._fresh.discard(sequence.request.key)
         self._serve_waiting()
 
     async def fence(self, slots: Sequence[int], fence: Callable[[], None], window: WindowHold | None = None) -> None:
@@ -334,6 +380,19 @@ class NodeSlots:
             raise OutOfSlots("running answers may need these slots to end")
         self._lend(taken.slots[taken.num_shared :])
         return taken
+
+    def _make_room(self, waiter: _Waiter) -> None:
+        """Preempt running answers if these return enough slots for a more urgent request."""
+        if self._config.engine.preemption == "off" or waiter.key not in self._wait_queue:
+            return
+        missing = waiter.count - len(self.pool.match(waiter.keys)) - self.pool.num_available
+        missing = max(1, missing) - sum(self._yielding.values())
+        running = [sequence for sequence in self._running.values() if sequence.is_preemptible]
+        answers = [RunningAnswer(s.request.queue_entry, self.pool.num_sole(s.slots)) for s in running]
+        entry = self._wait_queue.entry(waiter.key)
+        for i in answers_to_preempt(entry, missing, answers, time.monotonic()):
+            self._yielding[running[i].request.key] = answers[i].pages
+            self._preempt(running[i])
 
     def _acquire_slots(self, keys: Sequence[bytes], count: int, wants: int, need: _WindowNeed) -> TakenSlots:
         windows = self.pool.windows

@@ -145,7 +145,7 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
     finally:
         if work is not None:
             await _end_load(work)
-        node.slots.growing.end(request.key)
+        node.slots.end(request.key)
         node.slots.give(taken.slots, taken.window)
         await shielded(
             asyncio.ensure_future(_unpin(node, pinning, superseded=work is not None and work.is_superseding))

@@ -133,6 +133,11 @@ class Request:
         return self.request_id, self.attempt
 
     @property
+    def is_preemptible(self) -> bool:
+        """True if its frontend has it placed again after a preemption, and its KV can be saved."""
+        return self.proto.preemptible and self.rolling is None and not self.reuses_sibling
+
+    @property
     def traceparent(self) -> str:
         """W3C traceparent of the sender's span; empty if the request is not traced."""
         return self.proto.traceparent
@@ -277,6 +282,7 @@ class EngineSequence:
     error: WorkerError | None = None  # set if the sequence failed by itself
     finish: Finish.ValueType = FINISH_NONE
     cancelled: bool = False
+    preempted: bool = False  # cancelled for a more urgent request
     group_chunks: GroupChunks | None = None  # set while a prefill group computes the prompt
     loading: LayerGate | None = None  # set while layers of reused KV are on their way
     waited_s: float = 0.0  # part of its steps in which it waited for such layers
@@ -400,6 +406,12 @@ class EngineSequence:
     def has_ended(self) -> bool:
         """True if nothing more is generated: finished, or failed by an error of its own."""
         return bool(self.finish) or self.error is not None
+
+    @property
+    def is_preemptible(self) -> bool:
+        """True if another node could go on with the answer from its KV, and this one has generated some of it."""
+        generates = self.num_computed > self.prompt_len and not self.cancelled and not self.has_ended
+        return generates and self.rolling is None and self.request.is_preemptible
 
     @property
     def waits_for_grammar(self) -> bool:

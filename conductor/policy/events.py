@@ -149,6 +149,7 @@ class NodeView:
     chunk_tokens: int = 0  # most prompt tokens of one step; 0: unknown
     window_blocks: int = 0  # at the end of a prefix, what is kept of it in KV groups with windows
     window_bytes_per_token: int = 0  # in these groups
+    preempts: bool = False  # answers give up their pages to waiting requests of a more urgent class
 
 
 @dataclass(frozen=True, slots=True)

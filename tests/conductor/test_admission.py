@@ -3,7 +3,7 @@
 import pytest
 
 from conductor.policy.decisions import Place, Reject
-from conductor.policy.events import NodeLost, NodeReported, ObjectivesChanged
+from conductor.policy.events import NodeLost, NodeReported, ObjectivesChanged, RequestCompleted
 from conductor.policy.objectives import parse_record, record_text
 
 
@@ -154,3 +154,25 @@ def test_an_aggregated_node_without_room_waits_for_pages_in_its_ttft(cluster, ma
     c.send(make.request("r", prompt=64, new=4000))
     assert c.send(make.request("s", prompt=64, new=4000))[0].prefill == "b"
     assert c.send(make.request("t", prompt=64, new=4000))[0].predicted_ttft_s > 30
+
+
+@pytest.mark.parametrize("preempts", [True, False])
+@pytest.mark.parametrize("roles", [{"prefill-0": "prefill", "decode-0": "decode"}, {"a": "aggregated"}])
+def test_a_request_does_not_wait_for_pages_that_answers_of_lower_classes_give_up(cluster, make, roles, preempts):
+    c = cluster(*(make.node(name, role, preempts=preempts) for name, role in roles.items()))
+    record = {"classes": {"chat": {}, "batch": {"priority": 10}}}
+    c.send(ObjectivesChanged(1, record_text(parse_record(record))))
+    first, *_, last = [*roles, *roles]
+    c.learn(first)
+    c.send(make.request("slow", prompt=64, new=4000, slo_class="batch"))
+    before = c.send(make.request("early", prompt=64, new=4000, slo_class="chat"))[0]
+    assert before.predicted_ttft_s > 30, "it has generated nothing yet"
+    c.send(RequestCompleted("early", 0, "cancelled", 0.1, 0.01, 0))
+    for phase in ("prefill_started", "prefill_ended"):
+        c.progress(first, phase, "slow")
+    if last != first:
+        c.progress(last, "decode_joined", "slow")
+    for slo_class, waits in (("batch", True), ("chat", not preempts)):
+        place = c.send(make.request("next", prompt=64, new=4000, slo_class=slo_class))[0]
+        assert (place.predicted_ttft_s > 30) == waits
+        c.send(RequestCompleted("next", 0, "cancelled", 0.1, 0.01, 0))

@@ -30,7 +30,7 @@ from worker.config import WorkerConfig
 from worker.device_digests import DeviceDigests
 from worker.errors import StartupError
 from worker.kv_memory import DeviceCache, KvMemory, QuantisedMemory
-from worker.node_slots import NodeSlots
+from worker.node_slots import NodeSlots, SlotCalls
 from worker.own_blocks import OwnBlocks
 from worker.policy.scheduling_order import WaitQueue
 from worker.request import EngineSequence
@@ -263,9 +263,7 @@ async def busy() -> Slots:
         config,
         (cast(Any, memory),),
         WaitQueue(),
-        extend=EngineSequence.extend,
-        waits=lambda: None,
-        broken=reasons.append,
+        SlotCalls(extend=EngineSequence.extend, waits=lambda: None, preempt=lambda _: None, broken=reasons.append),
         own_blocks=OwnBlocks(bytes(16), 1),
     )
     return Slots(slots, memory, reasons)

@@ -11,7 +11,7 @@ import numpy as np
 from moonpool_proto.v1.worker_pb2 import Submit
 from settings.keys import assemble
 from worker.config import WorkerConfig
-from worker.node_slots import NodeSlots
+from worker.node_slots import NodeSlots, SlotCalls
 from worker.own_blocks import OwnBlocks
 from worker.policy.scheduling_order import WaitQueue
 from worker.request import EngineSequence, Request
@@ -37,9 +37,7 @@ def slots_of(num_slots: int) -> NodeSlots:
         config,
         (),
         WaitQueue(),
-        extend=EngineSequence.extend,
-        waits=lambda: None,
-        broken=lambda _: None,
+        SlotCalls(extend=EngineSequence.extend, waits=lambda: None, preempt=lambda _: None, broken=lambda _: None),
         own_blocks=OwnBlocks(bytes(16), 1),
     )
 

@@ -2,6 +2,7 @@
 
 from worker.policy.batch import BatchLimits, BatchPlan, PlanStep, PrefillChunk, plan_step
 from worker.policy.health import MAX_FAILED_STEPS, CircuitBreaker, EngineHealth
+from worker.policy.preemption import RunningAnswer, answers_to_preempt
 from worker.policy.slots import SlotPool, TakenSlots
 from worker.policy.window_slots import (
     OutOfSlots,
@@ -21,10 +22,12 @@ __all__ = [
     "OutOfSlots",
     "PlanStep",
     "PrefillChunk",
+    "RunningAnswer",
     "SlotPool",
     "TakenSlots",
     "WindowHold",
     "WindowSlots",
+    "answers_to_preempt",
     "num_window_slots",
     "plan_step",
     "slots_of_answer",

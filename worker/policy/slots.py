@@ -75,6 +75,10 @@ class SlotPool:
     def num_quarantined(self) -> int:
         return len(self._quarantined)
 
+    def num_sole(self, slots: Iterable[int]) -> int:
+        """Return how many of these held slots nobody else holds."""
+        return sum(self._count[slot] == 1 for slot in slots)
+
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """Return the slots of the longest indexed leading run of `keys`, without holding them."""
         found: list[int] = []

@@ -26,6 +26,7 @@ from conductor.policy.placement.prefill import (
     score_candidates,
 )
 from conductor.policy.queue_position import QueuePosition
+from conductor.policy.requests import NONE
 from conductor.policy.state import PlacementContext
 from jit.fast_dataclass import fast_dataclass
 
@@ -191,9 +192,24 @@ def _queue_s(context: PlacementContext, places: FittingNodes, loads: NDArray[np.
 
 
 def _room_wait_s(context: PlacementContext, nodes: Candidates, index: int, missing_tokens: int) -> float:
+    if missing_tokens > 0 and _yielding_tokens(context, nodes, index) >= missing_tokens:
+        return 0.0
     return wait_for_room_s(
         nodes, index, context.state, context.costs, now_ns=context.now_ns, missing_tokens=missing_tokens
     )
+
+
+def _yielding_tokens(context: PlacementContext, nodes: Candidates, index: int) -> int:
+    """Return the tokens of pages that running answers of the candidate give up for the request (`preemption`)."""
+    state, request = context.state, context.request
+    node = state.nodes.get(nodes.ids[index])
+    if node is None or not node.preempts:
+        return 0
+    rows = state.requests.records
+    level = state.slo.resolve(request.model, request.tenant, request.slo_class).priority
+    yields = (rows["decode_node"] == nodes.slots[index]) & (rows["joined_ns"] != NONE) & (rows["curve"] != ENDLESS)
+    yields &= (rows["level"] > level) & (rows["ages_ns"] > context.now_ns)
+    return int(rows["committed"][yields].sum())
 
 
 def _plan_decode(

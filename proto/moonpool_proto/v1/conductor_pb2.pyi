@@ -154,6 +154,7 @@ class Node(_message.Message):
     WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
     WINDOW_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     SIBLINGS_FIELD_NUMBER: _builtins.int
+    PREEMPTS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     role: _common_pb2.Role.ValueType
@@ -185,6 +186,8 @@ class Node(_message.Message):
     window_blocks: _builtins.int
     window_bytes_per_token: _builtins.int
     """in groups with windows"""
+    preempts: _builtins.bool
+    """running answers give up their pages to waiting requests of a more urgent class"""
     engine: _builtins.str
     """replacement of the model, such as paced:PROFILE; empty: the model is computed"""
     @_builtins.property
@@ -223,11 +226,12 @@ class Node(_message.Message):
         window_blocks: _builtins.int = ...,
         window_bytes_per_token: _builtins.int = ...,
         siblings: _abc.Iterable[Global___Sibling] | None = ...,
+        preempts: _builtins.bool = ...,
         engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "software", b"software", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "endpoint", b"endpoint", "engine", b"engine", "hardware", b"hardware", "host_id", b"host_id", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_namespace", b"kv_namespace", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "pool_node_id", b"pool_node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "reports_blocks", b"reports_blocks", "role", b"role", "siblings", b"siblings", "software", b"software", "spec", b"spec", "target", b"target", "window_blocks", b"window_blocks", "window_bytes_per_token", b"window_bytes_per_token", "window_namespace", b"window_namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "endpoint", b"endpoint", "engine", b"engine", "hardware", b"hardware", "host_id", b"host_id", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_namespace", b"kv_namespace", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "pool_node_id", b"pool_node_id", "preempts", b"preempts", "prefill_chunk_tokens", b"prefill_chunk_tokens", "reports_blocks", b"reports_blocks", "role", b"role", "siblings", b"siblings", "software", b"software", "spec", b"spec", "target", b"target", "window_blocks", b"window_blocks", "window_bytes_per_token", b"window_bytes_per_token", "window_namespace", b"window_namespace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -118,6 +118,7 @@ class Submit(_message.Message):
     HINTS_FIELD_NUMBER: _builtins.int
     HEAD_TOKENS_FIELD_NUMBER: _builtins.int
     ROLLING_FIELD_NUMBER: _builtins.int
+    PREEMPTIBLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     frontend_id: _builtins.str
@@ -140,6 +141,8 @@ class Submit(_message.Message):
     """Tokens before a chat's first message that is not the system's: other chats may share them, so models with windows
     store what the tokens after them see. 0: unknown. Answers are correct with any number.
     """
+    preemptible: _builtins.bool
+    """The frontend has a preempted request (`Failure.code`) placed again, and does not count it as a failed attempt."""
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling: ...
     @_builtins.property
@@ -171,10 +174,11 @@ class Submit(_message.Message):
         hints: _conductor_pb2.RequestHints | None = ...,
         head_tokens: _builtins.int = ...,
         rolling: Global___RollingWindow | None = ...,
+        preemptible: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints", "placement", b"placement", "rolling", b"rolling", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "chain_seed", b"chain_seed", "frontend_id", b"frontend_id", "generated", b"generated", "head_tokens", b"head_tokens", "hints", b"hints", "idle_s", b"idle_s", "model", b"model", "placement", b"placement", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "rolling", b"rolling", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "chain_seed", b"chain_seed", "frontend_id", b"frontend_id", "generated", b"generated", "head_tokens", b"head_tokens", "hints", b"hints", "idle_s", b"idle_s", "model", b"model", "placement", b"placement", "preemptible", b"preemptible", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "rolling", b"rolling", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
