@@ -238,6 +238,7 @@ class DecodeService:
             window=reservation.window,
             rolling=rolling,
         )
+        sequence.queue_entry = request.queue_entry
         if not sequence.try_append(first_token):
             assert sequence.error is not None
             raise sequence.error

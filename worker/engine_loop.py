@@ -199,6 +199,9 @@ class EngineLoop:
                 # Sorted before every step: an urgent prompt takes precedence from its next chunk on.
                 self._prefilling.sort(key=lambda sequence: sequence.queue_entry.rank(now_s))
             ready = [s for s in self._decoding if self._is_ready(s)]
+            if len(ready) > self._limits.max_batch:  # those of the most urgent class first, in turns within a class
+                now_s = time.monotonic()
+                ready.sort(key=lambda sequence: sequence.queue_entry.step_rank(now_s))
             prompts = [s for s in self._prefilling if s.gate is None or s.gate.is_ready]
             arriving = [s for s in prompts if s.loading is not None]
             prompts = [s for s in prompts if s.loading is None]

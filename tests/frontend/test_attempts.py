@@ -34,6 +34,14 @@ def test_attempts_without_a_worker_never_count_beside_those_that_had_one() -> No
     assert tries.is_exhausted(13, now_s=102.0)
 
 
+def test_preempted_attempts_do_not_count() -> None:
+    tries = RetryBudget(3, grace_s=30.0)
+    for _ in range(10):
+        tries.record_reached()
+        tries.record_preempted()
+    assert [tries.is_exhausted(count, now_s=1.0) for count in (12, 13)] == [False, True]
+
+
 def test_attempts_without_a_worker_end_when_none_is_reached_for_the_whole_grace() -> None:
     tries = RetryBudget(3, grace_s=30.0)
     for now_s in (1.0, 20.0, 31.0):

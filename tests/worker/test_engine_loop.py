@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -146,6 +147,34 @@ def test_tokens_are_reported_once_each_in_order(harness: Callable[..., Harness])
     reported = [(one.index, one.token) for one in generated]
     assert reported == list(enumerate(sequence.tokens[sequence.prompt_len :].tolist()))
     assert [one.finish for one in generated] == [0] * 6 + [FINISH_LENGTH]
+
+
+def test_where_not_all_fit_in_a_step_the_most_urgent_class_is_in_each_and_the_others_take_turns(
+    harness: Callable[..., Harness],
+) -> None:
+    run = harness()
+    levels = {f"{i}": 2 for i in range(12)} | {"urgent": 1}
+    sequences = dict[str, EngineSequence]()
+    for i, (name, level) in enumerate(levels.items()):
+        before = run.sequence([i, *prompts()[0]], 17, prefill_only=True)
+        run.loop.submit(before)
+        run.run(1)
+        sequences[name] = EngineSequence.of(
+            before.request, before.slots, num_computed=before.prompt_len, prefill_only=False
+        )
+        assert sequences[name].try_append(int(before.tokens[before.prompt_len]))
+        sequences[name].queue_entry = QueueEntry(level=level, ages_s=time.monotonic() + 1000)
+
+    def begin() -> None:
+        for sequence in sequences.values():
+            run.loop.submit(sequence)
+
+    run.loop.between_steps(begin).result()
+    names = {id(sequence): name for name, sequence in sequences.items()}
+    seen = [{names[id(token.sequence)] for token in step.tokens} for step in run.run(len(sequences))]
+    assert all("urgent" in step for step in seen[:16])
+    shares = [sum(name in step for step in seen[:16]) for name in levels if name != "urgent"]
+    assert max(shares) - min(shares) <= 1
 
 
 def test_a_stop_token_ends_the_sequence(model: Model, harness: Callable[..., Harness]) -> None:

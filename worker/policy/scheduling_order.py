@@ -36,6 +36,10 @@ class QueueEntry:
             return 0, self.arrived_s, 0, 0, 0.0, 0.0, number
         return 1, self.level, self.start_ns, self.priority, self.due_s, self.arrived_s, number
 
+    def step_rank(self, now_s: float) -> tuple[int, int]:
+        """Return a sort key by age and class alone: running answers that are equal by it take turns."""
+        return (0, 0) if now_s >= self.ages_s else (1, self.level)
+
 
 ALWAYS_NEXT = QueueEntry()  # for requests without an entry: first come, first served among themselves
 
