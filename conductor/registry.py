@@ -305,9 +305,17 @@ class Registry:
             del self._versions[version]
 
 
+def _kv_dtype(spec: common_pb2.KvSpec) -> str:
+    """Return the types of the KV, with the sizes of groups that share a scale."""
+    kinds = {f"{g.dtype} in groups of {g.scale_group}" if g.scale_group else g.dtype for g in spec.groups}
+    return " and ".join(sorted(kinds))
+
+
 def _check_same_kv(node: conductor_pb2.Node, peer: conductor_pb2.Node) -> None:
     if node.spec.block_tokens != peer.spec.block_tokens:
         what = f"block_tokens {node.spec.block_tokens}, not {peer.spec.block_tokens}"
+    elif _kv_dtype(node.spec) != _kv_dtype(peer.spec):
+        what = f"KV in {_kv_dtype(node.spec)}, not {_kv_dtype(peer.spec)},"
     elif node.spec != peer.spec:
         what = "another KV spec (layers, heads, dtype or windows)"
     elif node.model_fingerprint != peer.model_fingerprint:
@@ -325,5 +333,5 @@ def _check_same_kv(node: conductor_pb2.Node, peer: conductor_pb2.Node) -> None:
         return
     raise JoinRefused(
         f"node {node.node_id!r} has {what} as node {peer.node_id!r} of the same model {node.model!r}; "
-        "start it with the same model folder, dtype and block_tokens, or under another served model name"
+        "start it with the same model folder, dtype, kv_dtype and block_tokens, or under another served model name"
     )

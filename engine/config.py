@@ -5,7 +5,7 @@ engine does not support raise `UnsupportedModel`, invalid values `ConfigInvalid`
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -355,10 +355,29 @@ def _kv_scale_group(read: ConfigReader, family: str, head_dim: int) -> int:
         if read.raw.get("kv_scale_group") is not None:
             raise ConfigInvalid(f"{where}: kv_scale_group is for kv_dtype int8, got kv_dtype auto")
         return 0
-    group = read.count("kv_scale_group", max(head_dim // 2, 1))
+    group = read.count("kv_scale_group", default_scale_group(head_dim))
     if head_dim % group:
         raise ConfigInvalid(f"{where}: kv_scale_group must divide head_dim ({head_dim}), got {group}")
     return group
+
+
+def default_scale_group(head_dim: int) -> int:
+    """Return the values of a row in int8 that share a scale by default: half of the row."""
+    return max(head_dim // 2, 1)
+
+
+def with_int8_kv(config: ModelConfig, scale_group: int) -> ModelConfig:
+    """Return the model with its KV in int8, of which `scale_group` values share a scale (0: the default, or its own).
+
+    Raises ConfigInvalid.
+    """
+    own, head_dim = config.kv_scale_group, config.head_dim
+    if own and scale_group not in (0, own):
+        raise ConfigInvalid(f"kv_scale_group must be that of the model, {own}, or omitted, got {scale_group}")
+    group = own or scale_group or default_scale_group(head_dim)
+    if head_dim % group:
+        raise ConfigInvalid(f"kv_scale_group must divide the model's head_dim ({head_dim}), got {group}")
+    return replace(config, kv_scale_group=group)
 
 
 def _kv_owners(read: ConfigReader, family: str, windows: tuple[int, ...]) -> tuple[int, ...]:

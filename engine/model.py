@@ -16,7 +16,7 @@ from engine.backends.interface import Backend
 from engine.backends.registry import AUTO, BackendKind, Placement, choose_backend
 from engine.batch import FlatBatch, ForwardBatch, LayerHook, SequenceChunk, flatten_batch
 from engine.cache import DTYPES, PagedCache
-from engine.config import SILU, KvGroupShape, ModelConfig, read_config
+from engine.config import SILU, KvGroupShape, ModelConfig, read_config, with_int8_kv
 from engine.dense import score_dense
 from engine.errors import BackendUnavailable, CacheMismatch, DeviceUnavailable, InvalidBatch
 from engine.folder import check_tensors, stored_tensors, tensor_shapes
@@ -152,18 +152,22 @@ def load_model(
     backend: str = AUTO,
     block_tokens: int | None = None,
     batch_invariant: bool = False,
+    kv_scale_group: int | None = None,
 ) -> Model:
     """Load a Hugging Face folder (config.json, and model.safetensors or its shards).
 
     With `dtype` "auto" the weights are float32 on the CPU and keep the checkpoint's dtype on CUDA. `threads` sets the
     number of torch's threads for the whole process. `backend` is a name of `engine.backends.registry`; `block_tokens`
     are those of the caches that the model will have, if they are known. With `batch_invariant`, the logits of a row do
-    not depend on the rest of the batch (compiled backend only). Raises `ModelFormatError`, `UnsupportedModel`,
-    `DeviceUnavailable` or `BackendUnavailable`.
+    not depend on the rest of the batch (compiled backend only). With `kv_scale_group`, KV is rounded to int8 and so
+    many values share a scale (0: half of a row); without, KV is as the model's configuration has it. Raises
+    `ModelFormatError`, `UnsupportedModel`, `DeviceUnavailable` or `BackendUnavailable`.
     """
     folder = Path(path)
     config, tensors = read_config(folder), stored_tensors(folder)
     check_tensors(folder, config, tensors)
+    if kv_scale_group is not None:
+        config = with_int8_kv(config, kv_scale_group)
     target = _device(device)
     kind = _dtype(dtype, config, target)
     if threads is not None:

@@ -152,6 +152,11 @@ class ClusterWatch:
         """Return the hexadecimal fingerprint of the weights that the model's workers use; "" while none is known."""
         return next((node.model_fingerprint for node in self._workers(model) if node.model_fingerprint), "")
 
+    def kv_scale_group(self, model: str) -> int:
+        """Return how many values of the model's KV share a scale in int8; 0 if it is not in int8, or not known."""
+        groups = (group for node in self._workers(model) for group in node.spec.groups)
+        return max((group.scale_group for group in groups), default=0)
+
     def engines(self, model: str) -> list[str]:
         """Return the names of the stand-in engines of workers that do not run the model, sorted."""
         return sorted({node.engine for node in self._workers(model) if node.engine})

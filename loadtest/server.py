@@ -20,7 +20,8 @@ _SAMPLE_TEXT = "Patient millers carry copper lanterns beyond the northern gate; 
 class ServerInfo:
     """Server under test. `base_url`: without a trailing slash; `model`: the name in requests.
 
-    `fingerprint`: of the served model's weights, "" if not reported. `stand_ins`: names of the engines that simulate
+    `fingerprint`: of the served model's weights, "" if not reported. `kv_scale_group`: values of its KV in int8 that
+    share a scale, 0 for other KV. `stand_ins`: names of the engines that simulate
     computation instead of running a model, as reported by the server.
     """
 
@@ -29,6 +30,7 @@ class ServerInfo:
     max_model_len: int | None = None
     fingerprint: str = ""
     stand_ins: tuple[str, ...] = ()
+    kv_scale_group: int = 0
 
 
 def error_message(text: str) -> str:
@@ -74,6 +76,7 @@ async def discover(
         length if isinstance(length, int) and length > 0 else None,
         fingerprint if isinstance(fingerprint, str) else "",
         tuple(each for each in stand_ins if isinstance(each, str)) if isinstance(stand_ins, list) else (),
+        group if isinstance(group := extension.get("kv_scale_group"), int) else 0,
     )
 
 

@@ -153,7 +153,8 @@ def load_reference(server: ServerInfo, model_path: Path, *, device: str, threads
     from engine import EngineError, load_model
 
     try:
-        reference = load_model(model_path, device=device, threads=threads)
+        kv_scale_group = server.kv_scale_group or None
+        reference = load_model(model_path, device=device, threads=threads, kv_scale_group=kv_scale_group)
     except EngineError as error:
         raise VerificationError(f"cannot verify: the model at {model_path} cannot be loaded: {error}") from error
     if server.fingerprint and server.fingerprint != reference.fingerprint:

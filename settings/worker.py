@@ -197,6 +197,17 @@ class KvSettings(SettingsGroup):
         float,
         Key("Share of requests whose reused KV is recomputed and compared; 0 disables the check", low=0, high=1),
     ] = 0.0
+    kv_dtype: Annotated[
+        Literal["auto", "int8"],
+        Key(
+            "Type of KV in engines, on the wire and in the pool: auto (the model's), or int8, an approximation with a "
+            "scale for each group of values, of about half the bytes of 16 bits"
+        ),
+    ] = "auto"
+    kv_int8_group: Annotated[
+        int,
+        Key("Values of a head that share a scale with --kv-dtype int8", low=0, default_text="half of a head's"),
+    ] = 0
     kv_storage: Annotated[
         Literal["exact", "int8"],
         Key("Storage of KV in the pool: exact, or rounded to int8, an approximation in less than half the space"),
@@ -229,10 +240,19 @@ class KvSettings(SettingsGroup):
     ] = 10.0
 
     def check(self) -> None:
+        if self.kv_dtype == "int8" and self.kv_parity_sample:
+            raise InvalidSetting("--kv-parity-sample conflicts with --kv-dtype int8, whose roundings depend on chunks")
+        if self.kv_int8_group and self.kv_dtype != "int8":
+            raise InvalidSetting(f"--kv-int8-group is for --kv-dtype int8, got --kv-dtype {self.kv_dtype}")
         if self.kv_storage == "int8" and self.kv_parity_sample:
             raise InvalidSetting("--kv-parity-sample conflicts with --kv-storage int8: it compares exact KV")
         if self.kv_storage == "int8" and self.kv_staging == "direct":
             raise InvalidSetting("--kv-staging direct conflicts with --kv-storage int8, which converts in host memory")
+
+    @property
+    def int8_scale_group(self) -> int | None:
+        """Argument `kv_scale_group` of `engine.load_model`."""
+        return self.kv_int8_group if self.kv_dtype == "int8" else None
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ class WorkerConfig:
     messenger: MessengerConfig = field(default_factory=MessengerConfig)
 
     def __post_init__(self) -> None:
-        if self.kv.kv_storage == "int8" and self.engine.engine == "paced":
-            raise ValueError("kv_storage must be exact with a paced engine, got int8")
+        if "int8" in (self.kv.kv_storage, self.kv.kv_dtype) and self.engine.engine == "paced":
+            raise ValueError("kv_storage must be exact and kv_dtype auto with a paced engine, got int8")
         if self.kv.reuse_profile and (self.engine.engine != "transformer" or self.kv.kv_storage != "exact"):
             raise ValueError(
                 "reuse_profile needs engine transformer and kv_storage exact, "

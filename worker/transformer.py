@@ -315,6 +315,7 @@ class Transformer(SteppedEngine):
                 threads=config.engine.threads,
                 backend=config.engine.engine_backend,
                 block_tokens=config.blocks.block_tokens,
+                kv_scale_group=config.kv.int8_scale_group,
             )
         except EngineError as error:
             raise StartupError(str(error)) from error

@@ -33,6 +33,7 @@ def draw_all(folder: Path) -> None:
     draw_ratios(conductor_rows(latest("conductor")[0]), folder / "conductor.svg")
     draw_ratios(frontend_rows(latest("frontend")[0]), folder / "frontend.svg")
     draw_overhead(latest("overhead")[0], folder / "overhead.svg")
+    draw_techniques(latest("engine-techniques")[0], folder / "engine_techniques.svg")
     draw_shapes(latest("vllm_pd")[0], folder / "vllm_pd.svg")
     draw_scheduling(latest("scheduling")[0], folder / "scheduling.svg")
     draw_agents(latest("agents")[0], folder / "agents.svg")
@@ -170,6 +171,27 @@ def draw_overhead(result: Result, path: Path) -> None:
         between.set_yticks(range(len(rows)), [""] * len(rows))
         figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
         finish(figure, [first, between], path)
+
+
+def draw_techniques(result: Result, path: Path) -> None:
+    """Draw what the server with all techniques serves, and what it serves without each."""
+    variants, plt = result["variants"], pyplot()
+    names = list(variants)[::-1]
+    colours = [_OURS if name == "all techniques" else _GREY for name in names]
+    qps = [variants[name]["qps"] for name in names]
+    with plt.rc_context({"svg.hashsalt": path.stem}):
+        figure, axes = plt.subplots(1, 2, figsize=(9.2, 2.6), layout="constrained", sharey=True)
+        axes[0].barh(names, qps, color=colours, height=0.6)
+        axes[0].set_title("requests/s, all sent at once", fontsize=10, loc="left")
+        for place, value in enumerate(qps):
+            axes[0].annotate(f" {value:.2f}", (value, place), va="center", fontsize=8)
+        axes[0].set_xlim(0, 1.15 * max(qps))
+        for share, marker in (("p50", "o"), ("p99", "|")):
+            values = [variants[name][f"first_token_{share}_s"] for name in names]
+            axes[1].scatter(values, range(len(names)), color=colours, marker=marker, s=60)
+        axes[1].set_xscale("log")
+        axes[1].set_title("first token, s: median (dot) and p99 (line)", fontsize=10, loc="left")
+        finish(figure, axes, path)
 
 
 def draw_shapes(result: Result, path: Path) -> None:

@@ -12,6 +12,7 @@ BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 SECTIONS = (
     summary.at_a_glance,
     serving.engine,
+    serving.techniques,
     serving.overhead,
     serving.frontend,
     serving.conductor,

@@ -265,6 +265,7 @@ class _Routes:
             "moonpool": {
                 "fingerprint": service.cluster.fingerprint(model.name) or None,
                 "block_tokens": service.config.block_tokens,
+                "kv_scale_group": service.cluster.kv_scale_group(model.name),
                 "stand_ins": service.cluster.engines(model.name),
             },
         }

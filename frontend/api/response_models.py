@@ -302,10 +302,15 @@ class ChatChunk(ResponseModel):
 
 
 class ModelFacts(ResponseModel):
-    """Model data reported by the cluster's workers. `stand_ins`: engines that only simulate the model, if any."""
+    """Model data reported by the cluster's workers.
+
+    `kv_scale_group`: values of KV in int8 that share a scale, 0 for other KV. `stand_ins`: engines that only simulate
+    the model, if any.
+    """
 
     fingerprint: str | None
     block_tokens: Count
+    kv_scale_group: Count
     stand_ins: list[str]
 
 

@@ -167,6 +167,8 @@ class KvAgentRole:
         _check_capacity(self.blocks, self.engine)
         if self.kv.kv_storage != "exact":
             raise InvalidSetting(f"kv_storage must be exact with vLLM, got {self.kv.kv_storage!r}")
+        if self.kv.kv_dtype != "auto":
+            raise InvalidSetting(f"kv_dtype must be auto with vLLM, got {self.kv.kv_dtype!r}")
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,8 @@ def _check_storage(engine: EngineSettings, kv: KvSettings) -> None:
     vLLM's is copied as it is."""
     if engine.engine != "transformer" and kv.kv_storage != "exact":
         raise InvalidSetting(f"--kv-storage must be exact with --engine {engine.engine}, got {kv.kv_storage}")
+    if engine.engine != "transformer" and kv.kv_dtype != "auto":
+        raise InvalidSetting(f"--kv-dtype must be auto with --engine {engine.engine}, got {kv.kv_dtype}")
 
 
 def _check_addresses(listen: ListenSettings, host: HostSettings, transport: TransportSettings) -> None:

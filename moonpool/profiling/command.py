@@ -21,7 +21,8 @@ from moonpool.options import reported_errors
 from moonpool.profiling.fitting import MeasuredPoint, WorkGrid, fit, fit_error, grid_of
 from moonpool.profiling.measurement import check_out, progress_bar
 from settings.hub_model import parse_model
-from settings.worker import BUNDLED_MODEL, name_of_model
+from settings.keys import assemble
+from settings.worker import BUNDLED_MODEL, KvSettings, name_of_model
 from worker.errors import ProfileError
 from worker.policy.cost_profile import CostProfile, DecodeCost, PrefillCost, Range, TransferCost, save_profile
 
@@ -42,6 +43,8 @@ def profile(
     device: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
     dtype: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
     engine_backend: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
+    kv_int8_group: Annotated[int, typer.Option(min=0, help="As for `serve`.")] = 0,
     threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads of the engine.")] = 1,
     block_tokens: Annotated[int, typer.Option(min=1, max=4096, help="As for `serve`.")] = 16,
     capacity_tokens: Annotated[int, typer.Option(min=1, help="As for `serve`.")] = 32768,
@@ -72,6 +75,7 @@ def profile(
 
             check_picture_path(plot)
         path = local_model(model) if model is not None else BUNDLED_MODEL
+        kv = assemble(KvSettings, kv_dtype=kv_dtype, kv_int8_group=kv_int8_group)
         settings = {
             "dtype": dtype,
             "threads": threads,
@@ -88,6 +92,7 @@ def profile(
             name or name_of_model(model or BUNDLED_MODEL),
             device,
             engine_backend,
+            kv.int8_scale_group,
             settings,
             repeats,
             clock,
@@ -114,6 +119,7 @@ class _Work:
     name: str
     device: str
     backend: str
+    kv_scale_group: int | None
     settings: dict[str, Any]  # to which the figures apply
     repeats: int
     clock_name: str
@@ -136,6 +142,7 @@ def _measure(work: _Work, transfers: bool) -> tuple[CostProfile, list[MeasuredPo
             threads=settings["threads"],
             backend=work.backend,
             block_tokens=settings["block_tokens"],
+            kv_scale_group=work.kv_scale_group,
         )
     except EngineError as error:
         raise ConfigError(f"model {work.path} cannot be loaded: {error}") from error

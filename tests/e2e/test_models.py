@@ -107,7 +107,8 @@ async def test_each_model_is_described_where_operators_look(
     }
     assert (cards["first"]["max_model_len"], cards["s"]["max_model_len"]) == (2048, 1024)
     for model, folder in folders.items():
-        want = {"fingerprint": load_model(folder, threads=1).fingerprint, "block_tokens": 8, "stand_ins": []}
+        facts = {"block_tokens": 8, "kv_scale_group": 0, "stand_ins": []}
+        want = {"fingerprint": load_model(folder, threads=1).fingerprint, **facts}
         assert cards[model]["moonpool"] == want
     cluster.reload()
     assert cluster.ready["model"] == "first"

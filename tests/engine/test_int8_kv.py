@@ -225,6 +225,34 @@ def test_a_config_that_cannot_be_is_refused_by_its_key(extra: dict[str, Any], sa
         parse_config({**raw, **extra}, {}, where="config.json")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cuts", [[], [1, 2, 3, 40]], ids=str)
+def test_any_models_kv_can_be_in_int8(
+    family: str, backend: str, cuts: list[int], model_folder: Callable[[str], Path]
+) -> None:
+    """Rounded in groups of four, against the dense reference that rounds in the same way."""
+    model = load_model(model_folder(family), threads=1, backend=backend, kv_scale_group=4)
+    assert {group.scale_group for group in model.kv_groups} == {4}
+    ids = np.random.default_rng(3).integers(0, 200, 60).astype(np.int32)
+    off = np.abs(paged(model, ids, cuts, 8) - model.score(ids))
+    exact = load_model(model_folder(family), threads=1)
+    error = np.abs(exact.score(ids) - model.score(ids))
+    assert np.median(off) < np.median(error) / 4, "it is the rounding that the reference has, too"
+    assert exact.fingerprint != model.fingerprint
+
+
+@pytest.mark.parametrize("scale_group", [0, 8])
+def test_groups_of_an_int8_model_are_its_own(folder: Path, scale_group: int) -> None:
+    assert load_model(folder, threads=1, kv_scale_group=scale_group).config.kv_scale_group == 8
+
+
+def test_groups_that_do_not_suit_the_model_are_refused(folder: Path, model_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigInvalid, match="kv_scale_group must be that of the model, 8, or omitted, got 4"):
+        load_model(folder, threads=1, kv_scale_group=4)
+    with pytest.raises(ConfigInvalid, match=r"kv_scale_group must divide the model's head_dim \(16\), got 5"):
+        load_model(model_folder("llama"), threads=1, kv_scale_group=5)
+
+
 def test_groups_of_a_cache_with_scales_that_do_not_fit_are_refused() -> None:
     good = KvGroupShape("full", 0, (0,), 1, 8, "int8", 4)
     for wrong in (

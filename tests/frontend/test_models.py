@@ -64,7 +64,12 @@ async def test_every_name_is_listed_with_the_model_that_it_stands_for(two: Any) 
     assert status == 200
     assert [(card["id"], card["root"]) for card in cards] == [("tiny", "tiny"), ("small", "tiny"), ("other", "other")]
     for card in cards:
-        assert card["moonpool"] == {"fingerprint": FINGERPRINTS[card["root"]], "block_tokens": 4, "stand_ins": []}
+        assert card["moonpool"] == {
+            "fingerprint": FINGERPRINTS[card["root"]],
+            "block_tokens": 4,
+            "kv_scale_group": 0,
+            "stand_ins": [],
+        }
     assert cards[0]["max_model_len"] != 100
     assert cards[2]["max_model_len"] == 100
     assert json.loads((await two.get("/v1/models/small"))[1]) == cards[1]

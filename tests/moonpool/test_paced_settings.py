@@ -55,6 +55,8 @@ def test_a_paced_worker_takes_no_gpu(short_path: Path) -> None:
 def test_an_approximation_of_checked_kv_is_refused() -> None:
     with pytest.raises(ConfigError, match="--kv-storage must be exact with --engine paced, got int8"):
         served({"engine": "paced", "kv_storage": "int8"})
+    with pytest.raises(ConfigError, match="--kv-dtype must be auto with --engine paced, got int8"):
+        served({"engine": "paced", "kv_dtype": "int8"})
 
 
 def test_a_folder_without_weights_is_enough_for_a_paced_engine_alone(tmp_path: Path) -> None:

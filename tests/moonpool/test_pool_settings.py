@@ -87,3 +87,10 @@ def test_a_quota_that_cannot_be_is_named(entry: str) -> None:
 def test_parity_of_rounded_kv_is_refused():
     with pytest.raises(ConfigError, match="conflicts with --kv-storage int8"):
         loaded(kv_storage="int8", kv_parity_sample=0.5)
+
+
+def test_settings_that_kv_in_int8_conflicts_with_are_named():
+    with pytest.raises(ConfigError, match="--kv-parity-sample conflicts with --kv-dtype int8"):
+        loaded(kv_dtype="int8", kv_parity_sample=0.5)
+    with pytest.raises(ConfigError, match="--kv-int8-group is for --kv-dtype int8, got --kv-dtype auto"):
+        loaded(kv_int8_group=8)

@@ -145,7 +145,9 @@ async def test_a_node_that_comes_back_replaces_its_former_incarnation(conductor)
     [
         ({"namespace": bytes(16)}, "another provenance"),
         ({"spec": KvSpec(SPEC.groups, block_tokens=8)}, "block_tokens 8, not 16"),
-        ({"spec": KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float16"),), 16)}, "another KV spec"),
+        ({"spec": KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float16"),), 16)}, "KV in float16, not float32"),
+        ({"spec": KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "int8", 4),), 16)}, "KV in int8 in groups of 4, not"),
+        ({"spec": KvSpec((KvGroup("full", 0, (0, 1, 2), 1, 8, "float32"),), 16)}, "another KV spec"),
     ],
 )
 async def test_a_worker_with_other_kv_of_the_same_model_is_refused(conductor, fields, said):
