@@ -107,6 +107,11 @@ class Model:
         with self._turn, torch.inference_mode():
             return self._backend.run(plan, cache, on_layer, before_layer)
 
+    def release_unused_memory(self) -> None:
+        """Return memory that torch keeps for later to the device, after an allocation has failed."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def keep_sinks(
         self, cache: PagedCache, source: tuple[int, ...], target: tuple[int, ...], rolling: RollingWindow, position: int
     ) -> None:

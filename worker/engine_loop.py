@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 from jit.fast_dataclass import fast_dataclass
 from moonpool_proto.v1.worker_pb2 import Finish, LogProbs
 from worker.engine_interface import StepRunner
-from worker.errors import GroupLost, LoadLost
+from worker.errors import GroupLost, LoadLost, OutOfMemory, WorkerError, sequence_error
 from worker.policy import BatchLimits, PlanStep, PrefillChunk, plan_step
 from worker.request import EngineSequence
 
@@ -73,6 +73,17 @@ class StepResult:
     decode_context: int = 0
     prefill_tokens: int = 0
     seconds: float = 0.0
+    divisions: int = 0  # of a step that needed more memory than there was
+
+    def add(self, other: StepResult) -> None:
+        """Add another part of the same step."""
+        self.tokens += other.tokens
+        self.left += other.left
+        self.decode_batch += other.decode_batch
+        self.decode_context += other.decode_context
+        self.prefill_tokens += other.prefill_tokens
+        self.seconds += other.seconds
+        self.divisions += other.divisions
 
 
 LayerHook = Callable[[int, list[tuple[EngineSequence, int, int]]], None]
@@ -342,6 +353,8 @@ class EngineLoop:
         except (GroupLost, LoadLost) as error:  # a chunk that waits for layers is the only one in its step
             chunks[0][0].error = error
             result = StepResult(left=[chunks[0][0]])
+        except OutOfMemory as error:
+            result = self._divided(decoding, chunks, error)
         except Exception as error:  # a failed step must not end the thread
             log.exception("engine step failed: %d decoding, %d prompts", len(decoding), len(chunks))
             result = StepResult(error=error, left=decoding + [s for s, _ in chunks])
@@ -352,6 +365,43 @@ class EngineLoop:
         if result.left:
             self._remove(result.left)
         self._on_step(result)
+
+    def _divided(
+        self, decoding: list[EngineSequence], chunks: list[tuple[EngineSequence, PrefillChunk]], error: OutOfMemory
+    ) -> StepResult:
+        """Run a step that needs too much memory in parts, and make later ones smaller.
+
+        A sequence that needs too much by itself fails alone.
+        """
+        parts = _parts(decoding, chunks, self._limits.block_tokens)
+        result = StepResult(divisions=1)
+        if not parts:
+            return _failed([*decoding, *(s for s, _ in chunks)], error, result)
+        self._shrink(decoding, chunks)
+        log.warning(
+            "%s: it is divided, and steps have at most %d prompt tokens and %d sequences from now on",
+            *(error, self._limits.chunk_tokens, self._limits.max_batch),
+        )
+        for some_decoding, some_chunks in parts:
+            try:
+                result.add(self._run_batch(some_decoding, some_chunks))
+            except OutOfMemory as again:
+                result.add(self._divided(some_decoding, some_chunks, again))
+            except Exception as other:  # the other parts have been computed
+                log.exception("part of an engine step failed")
+                _failed([*some_decoding, *(s for s, _ in some_chunks)], sequence_error(other), result)
+        return result
+
+    def _shrink(self, decoding: list[EngineSequence], chunks: list[tuple[EngineSequence, PrefillChunk]]) -> None:
+        """Halve the bounds of steps: of their prompt tokens, or if they have hardly any, of their sequences."""
+        limits = self._limits
+        half = sum(c.end - c.start for _, c in chunks) // 2
+        chunk_tokens = max(limits.block_tokens, half - half % limits.block_tokens)
+        if chunks and chunk_tokens < limits.chunk_tokens:
+            self._limits = replace(limits, chunk_tokens=chunk_tokens)
+        else:
+            sequences = max(1, (len(decoding) + len(chunks)) // 2)
+            self._limits = replace(limits, max_batch=min(limits.max_batch, sequences))
 
     def _run_batch(
         self, decoding: list[EngineSequence], chunks: list[tuple[EngineSequence, PrefillChunk]]
@@ -413,6 +463,34 @@ class EngineLoop:
                 sequence.group_chunks.chunk_computed()
         result.left += [s for s, c in chunks if s.has_ended or _has_left(s, c)]
         return result
+
+
+def _parts(
+    decoding: list[EngineSequence], chunks: list[tuple[EngineSequence, PrefillChunk]], block_tokens: int
+) -> list[tuple[list[EngineSequence], list[tuple[EngineSequence, PrefillChunk]]]]:
+    """Return the parts of a step, of a single chunk its first half; none of what cannot be divided."""
+    if decoding and chunks:
+        return [(decoding, []), ([], chunks)]
+    if len(decoding) > 1:
+        half = len(decoding) // 2
+        return [(decoding[:half], []), (decoding[half:], [])]
+    if len(chunks) > 1:
+        half = len(chunks) // 2
+        return [([], chunks[:half]), ([], chunks[half:])]
+    for sequence, chunk in chunks:
+        middle = (chunk.start + chunk.end) // 2
+        middle -= middle % block_tokens
+        if middle > chunk.start and sequence.group_chunks is None:
+            return [([], [(sequence, replace(chunk, end=middle, last=False))])]
+    return []
+
+
+def _failed(sequences: list[EngineSequence], error: WorkerError, result: StepResult) -> StepResult:
+    """Record in a step's result that these sequences fail by themselves."""
+    for sequence in sequences:
+        sequence.error = error
+    result.left += sequences
+    return result
 
 
 def _has_left(sequence: EngineSequence, chunk: PrefillChunk) -> bool:

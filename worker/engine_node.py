@@ -328,6 +328,8 @@ class EngineNode(ABC):
                 leaving.set_result(None)
 
     def _judge_health(self, result: StepResult) -> None:
+        if result.divisions:
+            self.counters.add("divided_steps", 1)
         if result.error is not None:
             self.counters.add("failed_steps", 1)
             self._health.failed()

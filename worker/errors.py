@@ -6,6 +6,7 @@ WorkerError
 │   ├── GroupLost         chunks of other members of a prefill group are missing or damaged
 │   ├── Preempted         a more urgent request needs its pages; its KV is saved
 │   ├── LoadLost          reused KV of a prompt whose computation has begun is missing or damaged
+│   ├── OutOfMemory       the device has too little memory for a step of this request alone
 │   └── GrammarLost       the process that followed the request's grammar has ended
 ├── GrammarError          a grammar that cannot be compiled
 │   └── GrammarTooCostly  a grammar that exceeds the limits on time or memory
@@ -61,6 +62,15 @@ class Preempted(RequestFailed):
 
     def __init__(self) -> None:
         super().__init__("preempted", "a request of a more urgent class needs its KV pages")
+
+
+class OutOfMemory(RequestFailed):
+    """A step needs more memory than the device has. A step of several sequences is divided; a request fails if it needs
+    too much by itself.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("out_of_memory", message)
 
 
 class GrammarLost(RequestFailed):

@@ -41,7 +41,7 @@ from kvpool import Provenance
 from messenger import Messenger
 from settings.worker import KvSettings
 from worker.engine_interface import OnLayer, SampledToken, SteppedEngine
-from worker.errors import RequestRefused, StartupError, sequence_error
+from worker.errors import OutOfMemory, RequestRefused, StartupError, sequence_error
 from worker.hidden_memory import HiddenMemory
 from worker.kv_memory import KvMemory, QuantisedMemory
 from worker.logprobs import score_tokens
@@ -63,6 +63,13 @@ def hardware_name(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_name()}, {threads} thread{'s' if threads != 1 else ''}"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return True if memory of the host or the device could not be allocated; torch has no error of its own for the
+    host's.
+    """
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @cache
@@ -220,9 +227,16 @@ class ModelSteps:
         for sequence, start in (*((s, s.num_computed) for s in decoding), *((s, c.start) for s, c in chunks)):
             if sequence.rolling is not None:
                 self._slide(sequence, sequence.rolling, start)
-        logits = self._model.run(self._plan(decoding, chunks), self._cache, on_layer, before_layer)
-        rows = [*decoding, *(s for s, c in chunks if c.last)]
-        return sample_tokens(score_prompts(logits, len(decoding), chunks), rows)
+        try:
+            logits = self._model.run(self._plan(decoding, chunks), self._cache, on_layer, before_layer)
+            rows = [*decoding, *(s for s, c in chunks if c.last)]
+            return sample_tokens(score_prompts(logits, len(decoding), chunks), rows)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            self._model.release_unused_memory()
+            tokens = len(decoding) + sum(c.end - c.start for _, c in chunks)
+            raise OutOfMemory(f"there is not enough memory for a step of {tokens} tokens: {error}") from error
 
     def _plan(
         self, decoding: Sequence[EngineSequence], chunks: Sequence[tuple[EngineSequence, PrefillChunk]]

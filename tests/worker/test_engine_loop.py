@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from engine import FlatBatch, ForwardBatch, Model, PagedCache
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, Submit
 from worker import engine_loop
 from worker.engine_loop import EngineLoop, LayerHook, StepResult
-from worker.errors import LoadLost
+from worker.errors import LoadLost, OutOfMemory
 from worker.layer_gate import LayerGate
 from worker.policy import BatchLimits, SlotPool
 from worker.policy.scheduling_order import QueueEntry
@@ -257,6 +258,60 @@ def test_a_failing_step_reports_its_victims_and_the_loop_goes_on(harness: Callab
     run.loop.submit(survivor)
     run.run(1)
     assert survivor.finish == FINISH_LENGTH
+
+
+@pytest.mark.parametrize("most", [1, 3, 9, 20])
+def test_a_step_that_needs_too_much_memory_is_computed_in_parts(
+    most: int, model: Model, harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may have at most so many tokens, but for single chunks of a block."""
+    real = model.run
+    sizes: list[int] = []
+
+    def run_if_small(plan: FlatBatch, *arguments: object) -> torch.Tensor:
+        tokens = len(plan.token_ids)
+        if tokens > most and (tokens > BLOCK or len(plan.sizes) > 1):
+            raise torch.OutOfMemoryError("planted") if len(sizes) % 2 else MemoryError("planted")
+        sizes.append(tokens)
+        return real(plan, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model, "run", run_if_small)
+    run = harness()
+    sequences = [run.sequence(p, 12) for p in prompts()]
+    for sequence in sequences:
+        run.loop.submit(sequence)
+    steps = run.run(len(sequences))
+    assert all(step.error is None for step in steps)
+    for sequence, prompt in zip(sequences, prompts(), strict=True):
+        assert sequence.tokens[sequence.prompt_len :].tolist() == greedy(model, prompt, 12)
+    divided = [bool(step.divisions) for step in steps]
+    assert any(divided)
+    assert sum(divided) <= 8, "later steps are smaller"
+
+
+def test_only_the_sequence_that_needs_too_much_memory_by_itself_fails(
+    model: Model, harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = model.run
+
+    def run_if_short(plan: FlatBatch, *arguments: object) -> torch.Tensor:
+        if plan.max_context > 64:
+            raise MemoryError("planted")
+        return real(plan, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model, "run", run_if_short)
+    run = harness()
+    sequences = [run.sequence(p, 12) for p in prompts()]
+    for sequence in sequences:
+        run.loop.submit(sequence)
+    run.run(len(sequences))
+    for sequence, prompt in zip(sequences, prompts(), strict=True):
+        if len(prompt) + 11 > 64:
+            assert isinstance(sequence.error, OutOfMemory)
+            assert "not enough memory for a step of 1 tokens: planted" in str(sequence.error)
+        else:
+            assert sequence.error is None
+            assert sequence.tokens[sequence.prompt_len :].tolist() == greedy(model, prompt, 12)
 
 
 def test_a_sequence_cancelled_as_soon_as_it_is_submitted_leaves_at_once(harness: Callable[..., Harness]) -> None:
