@@ -138,7 +138,9 @@ class References:
             np.testing.assert_allclose(found, want, atol=TOLERANCE, rtol=0)
             return
         theirs = kl(want, self._logits(case.family, ids, torch.bfloat16))
-        assert kl(want, found) < 3 * theirs + SMALL_KL
+        # Where experts are chosen, a rounding may choose another one, in transformers as here.
+        factor = 6 if self.model(case).config.experts else 3
+        assert kl(want, found) < factor * theirs + SMALL_KL
 
 
 @pytest.fixture(scope="module")
