@@ -148,6 +148,16 @@ class EngineSettings(SettingsGroup):
         Key("Whether answers of a class give up their KV pages to waiting requests of a more urgent class"),
     ] = "on"
     prefill_chunk_tokens: Annotated[int, Key("Maximum prompt tokens computed in one step", low=1)] = 512
+    step_budget: Annotated[
+        float,
+        Key(
+            "Longest step of a worker that decodes, seconds: the prompt tokens beside its answers are bounded to keep "
+            "it; 0: --prefill-chunk-tokens alone",
+            low=0,
+            high=60,
+            unit="s",
+        ),
+    ] = 0.0
     prefill_lookahead: Annotated[
         int, Key("Waiting requests whose KV is loaded or reserved ahead of the running one", low=1, high=1024)
     ] = 3

@@ -39,7 +39,7 @@ from jit.fast_dataclass import fast_dataclass
 from moonpool_proto.v1.worker_pb2 import Finish, LogProbs
 from worker.engine_interface import StepRunner
 from worker.errors import GroupLost, LoadLost, OutOfMemory, WorkerError, sequence_error
-from worker.policy import BatchLimits, PlanStep, PrefillChunk, plan_step
+from worker.policy import BatchLimits, PlanStep, PrefillChunk, StepBudget, plan_step
 from worker.request import EngineSequence
 
 log = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ class EngineLoop:
         decides what each step computes.
         """
         self._plan = plan
+        self._budget = StepBudget(limits.step_s, limits.block_tokens)
         self._steps = steps
         self._limits = limits
         self._allows_long_steps = allows_long_steps
@@ -232,6 +233,8 @@ class EngineLoop:
                 # token of a step takes a slot in them.
                 if self._allows_long_steps and prompts[0].prefill_only and prompts[0].window is None:
                     limits = limits.while_arriving(prompts[0].reused_tokens)
+            if ready and prompts:
+                limits = replace(limits, chunk_tokens=self._budget.tokens(limits.chunk_tokens))
             plan = self._plan(
                 [s.remaining for s in ready],
                 [(s.num_computed, s.chunk_end) for s in prompts],
@@ -443,6 +446,7 @@ class EngineLoop:
         for sequence in decoding:
             sequence.num_computed += 1
         result.prefill_tokens = sum(c.end - c.start for _, c in chunks)
+        self._budget.observe(len(decoding), result.prefill_tokens, result.seconds - waited_s)
         for sequence, chunk in chunks:
             sequence.num_computed = chunk.end
             sequence.computed_tokens += chunk.end - chunk.start

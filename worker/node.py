@@ -106,7 +106,13 @@ class WorkerNode(EngineNode):
     @property
     def _limits(self) -> BatchLimits:
         engine = self.config.engine
-        return BatchLimits(engine.max_batch, engine.prefill_chunk_tokens, self.config.block_tokens, engine.window_slots)
+        return BatchLimits(
+            max_batch=engine.max_batch,
+            chunk_tokens=engine.prefill_chunk_tokens,
+            block_tokens=self.config.block_tokens,
+            step_s=engine.step_budget,
+            window_slots=engine.window_slots,
+        )
 
     def _new_runner(self) -> SequenceRunner:
         assert isinstance(self.model, SteppedEngine)

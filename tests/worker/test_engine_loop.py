@@ -7,6 +7,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,13 +32,19 @@ class Harness:
     """An engine loop over a cache of its own, driven from the test's thread."""
 
     def __init__(
-        self, model: Model, hook: LayerHook | None = None, *, allows_long_steps: bool = False, starts: bool = True
+        self,
+        model: Model,
+        hook: LayerHook | None = None,
+        *,
+        allows_long_steps: bool = False,
+        starts: bool = True,
+        step_s: float = 0.0,
     ) -> None:
         self.model = model
         self.steps: queue.Queue[StepResult] = queue.Queue()
         self.slots = SlotPool(64)
         cache = PagedCache(model.kv_groups, (64,) * len(model.kv_groups), block_tokens=BLOCK)
-        limits = BatchLimits(max_batch=8, chunk_tokens=24, block_tokens=BLOCK)
+        limits = BatchLimits(max_batch=8, chunk_tokens=24, block_tokens=BLOCK, step_s=step_s)
         steps = ModelSteps(model, cache)
         self.loop = EngineLoop(steps, limits, self.steps.put, allows_long_steps=allows_long_steps)
         if hook is not None:
@@ -66,8 +74,8 @@ class Harness:
 def harness(model: Model) -> Iterator[Callable[..., Harness]]:
     made: list[Harness] = []
 
-    def make(hook: LayerHook | None = None, *, allows_long_steps: bool = False, starts: bool = True) -> Harness:
-        made.append(Harness(model, hook, allows_long_steps=allows_long_steps, starts=starts))
+    def make(hook: LayerHook | None = None, **options: Any) -> Harness:
+        made.append(Harness(model, hook, **options))
         return made[-1]
 
     yield make
@@ -312,6 +320,32 @@ def test_only_the_sequence_that_needs_too_much_memory_by_itself_fails(
         else:
             assert sequence.error is None
             assert sequence.tokens[sequence.prompt_len :].tolist() == greedy(model, prompt, 12)
+
+
+def test_prompts_beside_an_answer_are_computed_in_steps_that_keep_a_bound(
+    model: Model, harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on by 1 ms per token; of 24 tokens that a chunk may have, the bound allows 16."""
+    now_s = [0.0]
+    monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    real = model.run
+
+    def run(plan: FlatBatch, *arguments: object) -> torch.Tensor:
+        now_s[0] += 1e-3 * len(plan.token_ids)
+        return real(plan, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model, "run", run)
+    loop = harness(step_s=0.0175)
+    answer, prompt = loop.sequence(prompts()[0], 40), loop.sequence(prompts()[2], 2)
+    loop.loop.submit(answer)
+    while not loop.steps.get(timeout=60).decode_batch:
+        pass
+    loop.loop.submit(prompt)
+    steps = loop.run(2)
+    beside = [step.prefill_tokens for step in steps if step.prefill_tokens and step.decode_batch]
+    assert beside == [16, 16, 16, 13]
+    assert max(step.seconds for step in steps) <= 0.0175
+    assert prompt.tokens[prompt.prompt_len :].tolist() == greedy(model, prompts()[2], 2)
 
 
 def test_a_sequence_cancelled_as_soon_as_it_is_submitted_leaves_at_once(harness: Callable[..., Harness]) -> None:

@@ -4,6 +4,7 @@ from worker.policy.batch import BatchLimits, BatchPlan, PlanStep, PrefillChunk, 
 from worker.policy.health import MAX_FAILED_STEPS, CircuitBreaker, EngineHealth
 from worker.policy.preemption import RunningAnswer, answers_to_preempt
 from worker.policy.slots import SlotPool, TakenSlots
+from worker.policy.step_budget import StepBudget
 from worker.policy.window_slots import (
     OutOfSlots,
     WindowHold,
@@ -24,6 +25,7 @@ __all__ = [
     "PrefillChunk",
     "RunningAnswer",
     "SlotPool",
+    "StepBudget",
     "TakenSlots",
     "WindowHold",
     "WindowSlots",

@@ -20,6 +20,7 @@ class BatchLimits:
     max_batch: int
     chunk_tokens: int
     block_tokens: int
+    step_s: float = 0.0  # longest step beside decoding sequences, 0: as long as it takes
     window_slots: int = 0  # blocks with KV in groups with windows, 0: enough for full batches (`num_window_slots`)
 
     def while_arriving(self, reused_tokens: int) -> BatchLimits:
