@@ -84,15 +84,15 @@ class Bed:
         assert self._conductor is not None
         assert self._channel is not None
         assert self._line is not None
+        stop, task = self._conductor
+        stop.set()  # first: the frontend is not to see that nodes leave
+        await asyncio.wait_for(task, WAIT_S)
+        self._conductor = None
         for node in self.nodes.values():
             node.leave()
         self.nodes.clear()
         await self._line.close()
         await self._channel.close()
-        stop, task = self._conductor
-        stop.set()
-        await asyncio.wait_for(task, WAIT_S)
-        self._conductor = None
 
     async def start_front(self, *, with_keys: bool) -> None:
         stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
