@@ -47,7 +47,7 @@ help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
 	@echo "make test    all checks and tests: what .ci/run runs"
 	@echo "make test-nightly  the tests that take long, with and without vLLM; records its outcome in tests/nightly.json"
-	@echo "make gpu-proof  what is written for GPUs and needs one to be proven, in at most 10 minutes; status 3 without a GPU"
+	@echo "make gpu-proof  what is written for GPUs and needs one to be proven, and the engine's speed, in at most 20 minutes; status 3 without a GPU"
 	@echo "make test-rdma  the messenger's tests over real verbs, in a VM with soft-RoCE that is built once; no KVM needed"
 	@echo "make test-rdma-one  what of it runs in one VM: what .ci/run runs"
 	@echo "make test-vllm  the tests of vLLM as an engine, on CPUs; its environment is built once, in $(VLLM_VENV)"

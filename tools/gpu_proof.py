@@ -1,10 +1,11 @@
 """Proof on a GPU of everything that is written for GPUs: `python -m tools.gpu_proof [PYTEST ARGUMENT...]`.
 
-Runs the tests marked `gpu`, and those of the engine's backends, which otherwise run on CPUs, in at most ten minutes.
-Writes their outcome to out/gpu-proof.xml. What needs an RDMA adapter or vLLM too is skipped without it, and the reason
-is printed.
+Runs the tests marked `gpu`, and those of the engine's backends, which otherwise run on CPUs, in at most ten minutes,
+and then `benchmarks/engine_gpu.py`, in as many. Writes their outcome to out/gpu-proof.xml and out/engine-gpu.json. What
+needs an RDMA adapter or vLLM too is skipped without it, and the reason is printed.
 
-Exit status: 0 all tests passed; 1 a test failed or was not finished in time; 3 there is no GPU, and nothing was run.
+Exit status: 0 all tests passed, and the engine was measured; 1 one of these failed or was not finished in time; 3 there
+is no GPU, and nothing was run.
 """
 
 import subprocess
@@ -48,7 +49,24 @@ def main(arguments: list[str]) -> int:
         print(f"gpu-proof: FAILED: not finished within {TIME_LIMIT_S} s", file=sys.stderr)
         return FAILED
     print(f"gpu-proof: {'passed' if status == 0 else 'FAILED'}; outcome of each test: {report}", file=sys.stderr)
-    return FAILED if status else 0
+    return _measure() or (FAILED if status else 0)
+
+
+def _measure() -> int:
+    """Measure the engine on the GPU into out/engine-gpu.json; return FAILED if that fails."""
+    command = [sys.executable, "benchmarks/engine_gpu.py"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, timeout=TIME_LIMIT_S, stdout=subprocess.PIPE, text=True)
+    except subprocess.TimeoutExpired:
+        print(f"gpu-proof: FAILED: the engine was not measured within {TIME_LIMIT_S} s", file=sys.stderr)
+        return FAILED
+    if done.returncode:
+        print("gpu-proof: FAILED: benchmarks/engine_gpu.py ended with an error", file=sys.stderr)
+        return FAILED
+    result = ROOT / "out" / "engine-gpu.json"
+    result.write_text(done.stdout.splitlines()[-1] + "\n", encoding="utf-8")
+    print(f"gpu-proof: the engine was measured: {result}", file=sys.stderr)
+    return 0
 
 
 if __name__ == "__main__":
