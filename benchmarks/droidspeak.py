@@ -84,7 +84,7 @@ def main() -> None:
 
 def run(work: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Return all figures; `work` is an empty folder."""
-    pair = ModelPair.load(BUNDLED, args.receiver, device="cpu", dtype="auto", threads=args.threads)
+    pair = ModelPair.load(BUNDLED, args.receiver, "cpu", {"threads": args.threads})
     config = pair.receiver.config
     for split, contexts in (("profile", args.profile_contexts), ("test", args.test_contexts)):
         write_questions(work / f"{split}.jsonl", split, contexts=contexts, questions=args.questions, tokens=args.tokens)
@@ -99,7 +99,7 @@ def run(work: Path, args: argparse.Namespace) -> dict[str, Any]:
         name: {LayerSpan(p.first, p.last): p for p in points_of(each, config, examples.mean_context_tokens)}
         for name, each in (("served", answers), ("E only", projected))
     }
-    one_thread = ModelPair.load(BUNDLED, args.receiver, device="cpu", dtype="auto", threads=1)  # as the workers'
+    one_thread = ModelPair.load(BUNDLED, args.receiver, "cpu", {"threads": 1})  # as the workers'
     engine = EngineTimes(one_thread, examples.contexts[0])
     live = {
         span: prefill_times(

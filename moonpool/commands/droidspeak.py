@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -54,6 +54,7 @@ def profile(
     ] = 0.67,
     device: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
     dtype: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
+    engine_backend: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
     threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads of the engine.")] = 1,
 ) -> None:
     """Measure which layers a model must compute itself when it reuses the KV that a sibling computed.
@@ -71,7 +72,8 @@ def profile(
             check_picture_path(plot)
         from moonpool.droidspeak.pair import ModelPair
 
-        pair = ModelPair.load(local_model(sender), local_model(receiver), device=device, dtype=dtype, threads=threads)
+        options: dict[str, Any] = {"dtype": dtype, "threads": threads, "backend": engine_backend}
+        pair = ModelPair.load(local_model(sender), local_model(receiver), device, options)
         names, bounds = (name_of_model(sender), name_of_model(receiver)), (max_quality_loss, max_cost)
         made, points = pair.profile(data, names, bounds)
         try:

@@ -75,6 +75,7 @@ def check(
     ] = None,
     device: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
     dtype: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
+    engine_backend: Annotated[str, typer.Option(help="As for `serve`.")] = "auto",
     as_json: Json = False,
 ) -> None:
     """Measure whether a model is suited to endless generation; exit with 0 if it is, 1 if it is not.
@@ -87,7 +88,7 @@ def check(
     """
     with reported_errors():
         path = local_model(model) if model is not None else BUNDLED_MODEL
-        report = _measure(path, text, (window, sinks, tokens), (device, dtype))
+        report = _measure(path, text, (window, sinks, tokens), (device, dtype, engine_backend))
         name = name_of_model(model or BUNDLED_MODEL)
         rolling = report.rolling
         if as_json:
@@ -103,9 +104,9 @@ def check(
 
 
 def _measure(
-    path: Path, text: Path | None, sizes: tuple[int | None, int | None, int | None], engine: tuple[str, str]
+    path: Path, text: Path | None, sizes: tuple[int | None, int | None, int | None], engine: tuple[str, str, str]
 ) -> "SinkReport":
-    """Measure a model; `sizes`: window, sinks, tokens; `engine`: device, dtype. Raises ConfigError."""
+    """Measure a model; `sizes`: window, sinks, tokens; `engine`: device, dtype, backend. Raises ConfigError."""
     import numpy as np
 
     from engine import EngineError, check_folder, load_model
@@ -128,7 +129,8 @@ def _measure(
                 f"{given} has {len(ids)} tokens, expected at least {needed}, "
                 "twice the window: give a longer --text, or a shorter --window"
             )
-        loaded = load_model(path, device=choose_device(engine[0], 0), dtype=engine[1])  # type: ignore[arg-type]
+        device, dtype, backend = engine
+        loaded = load_model(path, device=choose_device(device, 0), dtype=dtype, backend=backend)  # type: ignore[arg-type]
         total = len(measured_windows(rolling))
         with progress_bar(Console(stderr=True), "endless generation", "losses", total) as done:
             report = check_sinks(loaded, np.array(ids, np.int32), rolling, done)

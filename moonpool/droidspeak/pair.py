@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -25,8 +26,11 @@ class ModelPair:
         self.sender, self.receiver, self._tokenizer = sender, receiver, tokenizer
 
     @classmethod
-    def load(cls, sender: Path, receiver: Path, *, device: str, dtype: str, threads: int) -> ModelPair:
-        """Load both models. Raises ConfigError if they cannot be loaded, or cannot share KV."""
+    def load(cls, sender: Path, receiver: Path, device: str, options: Mapping[str, Any]) -> ModelPair:
+        """Load both models; `options` are those of `engine.load_model`.
+
+        Raises ConfigError if they cannot be loaded, or cannot share KV.
+        """
         from engine import EngineError, load_model
         from frontend.errors import FrontendError
         from frontend.tokenizer import Tokenizer
@@ -34,10 +38,7 @@ class ModelPair:
 
         try:
             tokenizers = [Tokenizer(folder) for folder in (sender, receiver)]
-            models = [
-                load_model(folder, device=choose_device(device, 0), dtype=dtype, threads=threads)  # type: ignore[arg-type]
-                for folder in (sender, receiver)
-            ]
+            models = [load_model(folder, device=choose_device(device, 0), **options) for folder in (sender, receiver)]
         except (EngineError, FrontendError) as error:
             raise ConfigError(f"a model cannot be loaded: {error}") from error
         if tokenizers[0].identity != tokenizers[1].identity:
