@@ -102,11 +102,14 @@ class Clients:
                     for node in ("prefill", "decode"):
                         await self._pair.frontend.cancel(node, name, attempt)
                     self.seen["cancelled"] += 1
+                    request.tokens.clear(), request.messages.clear()
                     return
             await request.ended.wait()
             tokens += [request.tokens[i] for i in sorted(request.tokens)]
+            finish = request.messages[max(request.messages)].finish if request.messages else 0
+            request.tokens.clear(), request.messages.clear()  # the frontend of these tests keeps every request
             if not request.failures:
-                self._check(prompt, tokens, asked, request.messages[max(request.messages)].finish)
+                self._check(prompt, tokens, asked, finish)
                 return
             failure = request.failures[-1]
             assert failure.retryable, failure
