@@ -43,7 +43,7 @@ from engine import BackendUnavailable, ForwardBatch, Model, ModelConfig, PagedCa
 from engine.backends.registry import BACKENDS, Placement, choose_backend  # noqa: E402
 from engine.config import parse_config, with_int8_kv  # noqa: E402
 from engine.folder import SCALE_SUFFIX, int8_tensors, layer_parts, tensor_shapes  # noqa: E402
-from engine.quantisation import INT8_ACTIVATIONS, INT8_WEIGHTS  # noqa: E402
+from engine.quantisation import INT8_ACTIVATIONS, INT8_WEIGHTS, quantization_config  # noqa: E402
 from engine.rope import RopeTable  # noqa: E402
 from engine.sampling import SamplingRow, sample  # noqa: E402
 from engine.weights import load_weights  # noqa: E402
@@ -145,10 +145,6 @@ class RandomCheckpoint:
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         return torch.randn(shape, dtype=self._dtype, device=self._device).mul_(shape[-1] ** -0.5)
-
-    def digest(self) -> bytes:
-        """Return a fixed value: nothing is compared."""
-        return bytes(32)
 
 
 class MeasuredDevice:
@@ -279,13 +275,15 @@ class RandomEngine:
 
 def table(on: MeasuredDevice, engine: RandomEngine, rows: Sequence[TableRow]) -> list[dict[str, Any]]:
     """Measure the batches of the table; those that do not fit in memory are named."""
-    found = []
+    found: list[dict[str, Any]] = []
     for row in rows:
         context = row.prompt + row.answer // 2
+        if on.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(on.device)
         try:
             prefill_s, decode_s = engine.prefill_s(row.batch, row.prompt), engine.decode_s(row.batch, context)
         except (torch.OutOfMemoryError, MemoryError):
-            found.append({**vars(row), "problem": "not enough memory"})
+            found.append({"published": vars(row), "problem": "not enough memory"})
             continue
         found.append(
             {
@@ -428,9 +426,8 @@ def vllm_rows(raw: dict[str, Any], rows: Sequence[TableRow]) -> list[dict[str, A
 def measure(on: MeasuredDevice, shape: MeasuredShape, backends: Sequence[str]) -> dict[str, Any]:
     """Run all parts with each backend, then the peers."""
     plain = parse_config(shape.raw, {}, where="benchmark")
-    int8 = {"targets": ["Linear"], "weights": INT8_WEIGHTS, "input_activations": INT8_ACTIVATIONS}
-    scheme = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": int8}}
-    w8a8 = parse_config(shape.raw | {"quantization_config": scheme | {"ignore": ["lm_head"]}}, {}, where="benchmark")
+    int8 = {"quantization_config": quantization_config(INT8_WEIGHTS, INT8_ACTIVATIONS)}
+    w8a8 = parse_config(shape.raw | int8, {}, where="benchmark")
     largest = max(shape.rows, key=lambda row: row.batch * (row.prompt + row.answer) * (row.prompt > 8))
     batch, context = largest.batch, largest.prompt + largest.answer // 2
     found: dict[str, Any] = {}

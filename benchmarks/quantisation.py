@@ -35,7 +35,7 @@ from engine.folder import layer_parts  # noqa: E402
 from engine.int8_linear import quantise_checkpoint  # noqa: E402
 from engine.int8_rows import row_nbytes  # noqa: E402
 from engine.packed_weights import pack_checkpoint  # noqa: E402
-from engine.quantisation import INT8_ACTIVATIONS, INT8_WEIGHTS, PackedIntegers  # noqa: E402
+from engine.quantisation import INT8_ACTIVATIONS, INT8_WEIGHTS, PackedIntegers, quantization_config  # noqa: E402
 from frontend.tokenizer import Tokenizer  # noqa: E402
 from settings.worker import BUNDLED_MODEL  # noqa: E402
 
@@ -47,7 +47,7 @@ _FP8_LARGEST, _NF4_BLOCK, _NF4_OFFSET = 448.0, 64, 0.9677083
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A format of the linear layers: how a checkpoint is converted, the entries of its config.json, its bits."""
+    """A format of the linear layers: how a checkpoint is converted, its quantization_config, its bits."""
 
     name: str
     convert: Callable[[Tensors, list[str]], Tensors]
@@ -79,26 +79,17 @@ def nf4(weights: torch.Tensor) -> torch.Tensor:
     return (levels[nearest] * scales).reshape(weights.shape)
 
 
-def scheme(kind: str, weights: Mapping[str, object], activations: Mapping[str, object] | None) -> dict[str, Any]:
-    """Return the entries of config.json for a format of compressed-tensors."""
-    group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": activations and dict(activations)}
-    quantised = {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}}
-    return {"quantization_config": quantised | {"ignore": ["lm_head"]}}
-
-
 def packed(bits: int, group: int) -> WeightFormat:
     """Return packed integers of so many bits; `group` 0: a scale per channel."""
     weights: dict[str, object] = {"num_bits": bits, "type": "int", "symmetric": True}
     weights |= {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
     name = f"int{bits} weights, {f'groups of {group}' if group else 'per channel'}"
     of = PackedIntegers(bits, group)
-    return WeightFormat(
-        name, lambda tensors, names: pack_checkpoint(tensors, names, of), scheme("pack-quantized", weights, None)
-    )
+    return WeightFormat(name, lambda tensors, names: pack_checkpoint(tensors, names, of), quantization_config(weights))
 
 
 FORMATS: Final = (
-    WeightFormat("W8A8", quantise_checkpoint, scheme("int-quantized", INT8_WEIGHTS, INT8_ACTIVATIONS)),
+    WeightFormat("W8A8", quantise_checkpoint, quantization_config(INT8_WEIGHTS, INT8_ACTIVATIONS)),
     packed(8, 0),
     packed(4, 32),
     packed(4, 0),
@@ -129,7 +120,7 @@ def converted(source: Path, of: WeightFormat, folder: Path) -> tuple[Path, float
     tensors = load_file(source / "model.safetensors")
     found = of.convert({name: tensor.float() for name, tensor in tensors.items()}, names)
     save_file(found, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(raw | dict(of.config or {})))
+    (folder / "config.json").write_text(json.dumps(raw | ({"quantization_config": of.config} if of.config else {})))
     values = sum(tensors[name].numel() for name in names)
     stored = sum(
         tensor.nbytes

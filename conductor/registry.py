@@ -317,7 +317,7 @@ def _check_same_kv(node: conductor_pb2.Node, peer: conductor_pb2.Node) -> None:
     elif _kv_dtype(node.spec) != _kv_dtype(peer.spec):
         what = f"KV in {_kv_dtype(node.spec)}, not {_kv_dtype(peer.spec)},"
     elif node.spec != peer.spec:
-        what = "another KV spec (layers, heads, dtype or windows)"
+        what = "another KV spec (layers, heads or windows)"
     elif node.model_fingerprint != peer.model_fingerprint:
         what = f"model fingerprint {node.model_fingerprint}, not {peer.model_fingerprint}: other weights"
     elif bool(node.window_namespace) != bool(peer.window_namespace):

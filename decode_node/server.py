@@ -248,7 +248,7 @@ class DecodeService:
         with node.jobs.ended_by(request, lambda kept: node.end_early(sequence, kept)):
             await node.run_in_engine(sequence)
             trace_answer(span, sequence)
-            reservation.is_preempted = sequence.preempted and not sequence.has_ended
+            reservation.is_preempted = sequence.has_yielded
             if sequence.has_sinks or request.reuses_sibling:  # its KV is no prefix's, or follows from another model's
                 return None
             kept = PrefixSave.of(sequence, node.config.block_tokens)

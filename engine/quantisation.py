@@ -32,6 +32,20 @@ class PackedIntegers:
         return {"_packed": (outputs, -(-inputs * self.bits // 32)), "_scale": (outputs, groups), "_shape": (2,)}
 
 
+def quantization_config(
+    weights: Mapping[str, object], activations: Mapping[str, object] | None = None
+) -> dict[str, Any]:
+    """Return `quantization_config` for linear layers with these schemes; without one for activations, packed."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if activations else "pack-quantized",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": dict(weights), "input_activations": activations}
+        },
+        "ignore": ["lm_head"],
+    }
+
+
 def read_quantisation(read: ConfigReader) -> tuple[bool, PackedIntegers | None]:
     """Return whether all linear layers but the head are in int8, and how they are packed, by `quantization_config`."""
     given = read.typed("quantization_config", dict, {})

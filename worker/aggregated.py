@@ -41,7 +41,7 @@ class AggregatedService:
                         trace_prompt(span, sequence, work)
                         trace_answer(span, sequence)
                         await save_prefix(node, work, sequence)
-                    if sequence.preempted and not sequence.has_ended:
+                    if sequence.has_yielded:
                         raise Preempted
         finally:
             report.progress(request.request_id, request.attempt, PHASE_ENDED)

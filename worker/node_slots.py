@@ -237,9 +237,8 @@ class NodeSlots:
         self._wait_queue = wait_queue
         self._queue = SlotQueue(wait_queue, self._acquire, self._undo, self._make_room)
         self._preempt = calls.preempt
-        self._running: dict[RequestKey, EngineSequence] = {}  # answers that may be preempted
+        self._preemptible: dict[RequestKey, EngineSequence] = {}  # and those that were, until they return their slots
         self._fresh: set[RequestKey] = set()  # those that have generated nothing here yet
-        self._yielding: dict[RequestKey, int] = {}  # pages that preempted answers have not returned yet
         self._loop = asyncio.get_running_loop()
         if windows is not None:
             windows.watch(lambda: self._loop.call_soon_threadsafe(self.pool.settle_windows))
@@ -316,7 +315,7 @@ class NodeSlots:
         """Register that a sequence enters the engine."""
         self.growing.run(sequence)
         if sequence.request.is_preemptible and not sequence.prefill_only:
-            self._running[sequence.request.key] = sequence
+            self._preemptible[sequence.request.key] = sequence
             self._fresh.add(sequence.request.key)
 
     def stepped(self, sequence: EngineSequence) -> None:
@@ -329,7 +328,7 @@ class NodeSlots:
     def end(self, request: RequestKey) -> None:
         """Register that a request needs no more slots, before they are returned."""
         self.growing.end(request)
-        self._yielding.pop(request, None)
+        self._preemptible.pop(request, None)
 
     def give(self, slots: Sequence[int], window: WindowHold | None = None) -> None:
         """Return slots. They stay held until all copies and computation on the device that may use them have ended."""
@@ -342,7 +341,6 @@ class NodeSlots:
     def left(self, sequence: EngineSequence) -> None:
         """Register that a sequence has left the engine, and serve those that waited for slots because of its growth."""
         self.growing.leave(sequence)
-        self._running.pop(sequence.request.key, None)
         self._fresh.discard(sequence.request.key)
         self._serve_waiting()
 
@@ -386,12 +384,12 @@ class NodeSlots:
         if self._config.engine.preemption == "off" or waiter.key not in self._wait_queue:
             return
         missing = waiter.count - len(self.pool.match(waiter.keys)) - self.pool.num_available
-        missing = max(1, missing) - sum(self._yielding.values())
-        running = [sequence for sequence in self._running.values() if sequence.is_preemptible]
+        yielding = [s for s in self._preemptible.values() if s.preempted]
+        missing = max(1, missing) - sum(self.pool.num_sole(s.slots) for s in yielding)
+        running = [s for s in self._preemptible.values() if s.is_preemptible]
         answers = [RunningAnswer(s.request.queue_entry, self.pool.num_sole(s.slots)) for s in running]
         entry = self._wait_queue.entry(waiter.key)
         for i in answers_to_preempt(entry, missing, answers, time.monotonic()):
-            self._yielding[running[i].request.key] = answers[i].pages
             self._preempt(running[i])
 
     def _acquire_slots(self, keys: Sequence[bytes], count: int, wants: int, need: _WindowNeed) -> TakenSlots:

@@ -411,7 +411,12 @@ class EngineSequence:
     def is_preemptible(self) -> bool:
         """True if another node could go on with the answer from its KV, and this one has generated some of it."""
         generates = self.num_computed > self.prompt_len and not self.cancelled and not self.has_ended
-        return generates and self.rolling is None and self.request.is_preemptible
+        return generates and self.request.is_preemptible
+
+    @property
+    def has_yielded(self) -> bool:
+        """True if it was preempted before it ended."""
+        return self.preempted and not self.has_ended
 
     @property
     def waits_for_grammar(self) -> bool:

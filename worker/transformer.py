@@ -65,13 +65,6 @@ def hardware_name(device: torch.device, threads: int) -> str:
     return f"{_cpu_name()}, {threads} thread{'s' if threads != 1 else ''}"
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Return True if memory of the host or the device could not be allocated; torch has no error of its own for the
-    host's.
-    """
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
 @cache
 def _cpu_name() -> str:
     try:
@@ -153,6 +146,13 @@ def _steering(sequence: EngineSequence) -> LogitSteering | None:
 def _row(sequence: EngineSequence) -> SamplingRow:
     s = sequence.request.sampling
     return SamplingRow(s.temperature, s.top_p, s.top_k, s.seed, s.choice, sequence.next_index, s.min_p)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return True if memory of the host or the device could not be allocated; torch has no error of its own for the
+    host's.
+    """
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.folder import SCALE_SUFFIX
 from engine.int8_linear import quantise_checkpoint
-from engine.quantisation import INT8_ACTIVATIONS, INT8_WEIGHTS
+from engine.quantisation import INT8_ACTIVATIONS, INT8_WEIGHTS, quantization_config
 from tools.training import checkpoint
 from tools.training import tokenizer as bpe
 from tools.training.model import Llama, ModelShape
@@ -24,18 +24,7 @@ TOKENIZER_FILES = ("tokenizer.json", "special_tokens_map.json")
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-_QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {**INT8_WEIGHTS, "dynamic": False},
-            "input_activations": INT8_ACTIVATIONS,
-        }
-    },
-    "ignore": ["lm_head"],
-}
+_QUANTIZATION = quantization_config({**INT8_WEIGHTS, "dynamic": False}, INT8_ACTIVATIONS)
 
 
 def config_of(shape: ModelShape) -> dict[str, object]:
