@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from benchmarks.stored import store
-from engine import ForwardBatch, Model, PagedCache, SequenceChunk, load_model
+from engine import FlatBatch, ForwardBatch, Model, PagedCache, SequenceChunk, load_model
 from engine.random_model import RandomModelSpec, write_random_model
 
 BUNDLED = Path(__file__).resolve().parent.parent / "moonpool" / "data" / "model"
@@ -45,16 +45,19 @@ class EngineUnderTest:
 
     def prefill(self, prompts: np.ndarray) -> np.ndarray:
         """Return the greedy next token of each prompt [batch, n]."""
-        return self._forward(prompts.astype(np.int32), 0)
+        return self._model.run(self._plan(prompts.astype(np.int32), 0), self._cache).argmax(dim=-1).numpy()
 
     def decode(self, tokens: np.ndarray, context: int, steps: int) -> None:
-        """Greedy decode from `context` on."""
-        for position in range(context, context + steps):
-            tokens = self._forward(tokens.astype(np.int32)[:, None], position)
+        """Greedy decode from `context` on; each step is made from the last one, as by workers."""
+        plan = self._plan(tokens.astype(np.int32)[:, None], context)
+        for step in range(steps):
+            if step:
+                plan = plan.advanced(tokens.astype(np.int32), self._model.config)
+            tokens = self._model.run(plan, self._cache).argmax(dim=-1).numpy()
 
-    def _forward(self, tokens: np.ndarray, start: int) -> np.ndarray:
+    def _plan(self, tokens: np.ndarray, start: int) -> FlatBatch:
         chunks = [SequenceChunk(row, start, table, True) for row, table in zip(tokens, self._tables, strict=True)]
-        return self._model.forward(ForwardBatch(chunks), self._cache).argmax(dim=-1).numpy()
+        return self._model.flatten(ForwardBatch(chunks), self._cache)
 
 
 class Transformers:

@@ -195,8 +195,7 @@ class RandomEngine:
         self.config, self._on = config, on
         kind = choose_backend(backend, Placement(config, on.device, on.dtype, BLOCK_TOKENS))
         checkpoint: Any = RandomCheckpoint(config, on.device, on.dtype)
-        int8 = torch.float32 if kind.name == "compiled" else torch.int8
-        weights = load_weights(config, checkpoint, device=on.device, dtype=on.dtype, int8_dtype=int8)
+        weights = load_weights(config, checkpoint, device=on.device, dtype=on.dtype)
         rope = RopeTable(config.ropes, config.head_dim, config.max_positions, on.device)
         self.model = Model(config, weights, kind, kind.build(config, weights, rope), rope, "random")
         self.parameters = sum(

@@ -26,7 +26,7 @@ def score_dense(
     exact_from = n if rolling is None else rolling.window
     rotations = [_rotation(rope, config.head_dim, n, exact_from, token_ids.device) for rope in config.ropes]
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    x = weights.embedding[token_ids]
+    x = weights.embedding[token_ids].to(weights.dtype)
     x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
     for layer in range(config.num_layers):
         h = _rms_norm(x, weights.attention_norm[layer], eps)
@@ -39,7 +39,8 @@ def score_dense(
         else:
             h = _linear(weights, "down", place, _gated(config, _linear(weights, "gate_up", place, h)))
         x = x + (_rms_norm(h, weights.mlp_post_norm[layer], eps) if config.post_norms else h)
-    return _capped((_rms_norm(x, weights.final_norm, eps) @ weights.head.t()).float(), config.logits_softcap)
+    logits = _rms_norm(x, weights.final_norm, eps) @ weights.head.to(x.dtype).t()
+    return _capped(logits.float(), config.logits_softcap)
 
 
 def _gated(config: ModelConfig, gate_up: torch.Tensor) -> torch.Tensor:
@@ -50,13 +51,15 @@ def _gated(config: ModelConfig, gate_up: torch.Tensor) -> torch.Tensor:
 def _mix_experts(config: ModelConfig, weights: DecoderWeights, place: int, h: torch.Tensor) -> torch.Tensor:
     """Return what the experts of one layer make of h [n, d]: the sum, by share, over each token's experts."""
     assert config.experts is not None
-    shares, chosen = (h @ weights.router[place]).float().softmax(dim=-1).topk(config.experts.per_token, dim=-1)
+    scores = (h @ weights.router[place].to(h.dtype)).float()
+    shares, chosen = scores.softmax(dim=-1).topk(config.experts.per_token, dim=-1)
     if config.experts.scaled:
         shares = shares / shares.sum(dim=-1, keepdim=True)
     mixed = torch.zeros_like(h)
     for expert in range(config.experts.count):
         share = (shares * (chosen == expert)).sum(dim=-1, keepdim=True)  # [n, 1]; 0 for tokens that do not use it
-        made = _gated(config, h @ weights.experts_gate_up[place, expert]) @ weights.experts_down[place, expert]
+        gate_up, down = (w[place, expert].to(h.dtype) for w in (weights.experts_gate_up, weights.experts_down))
+        made = _gated(config, h @ gate_up) @ down
         mixed = mixed + torch.where(share > 0, (made * share).to(h.dtype), 0)
     return mixed
 
@@ -188,4 +191,5 @@ def _linear(weights: DecoderWeights, name: str, layer: int, x: torch.Tensor) -> 
     weight, scale, bias = weights.linear(name, layer)
     if scale.numel():
         return int8_linear(x, weight, scale, bias)
+    weight = weight.to(x.dtype)
     return x @ weight + bias if bias.numel() else x @ weight

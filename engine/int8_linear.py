@@ -4,7 +4,7 @@ x is rounded to round(x / s) with s = max|x| / 127. Products of integers are sum
 scales. Checkpoints are in compressed-tensors' `int-quantized` format: `weight` in int8 and `weight_scale` per channel.
 
 On CPUs the integers are multiplied in float32, which is exact while sums stay below 2^24: always for up to 1,040
-inputs. This takes the time and the memory of float32.
+inputs. The weights stay in int8 in memory and are widened as they are read.
 """
 
 from collections.abc import Collection, Mapping
@@ -29,11 +29,11 @@ def quantised(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return x @ weight + bias in x's dtype, for x [N, K], integers `weight` [K, M] in int8 or float32, their `scale`
-    [M], and `bias` [M | 0].
+    """Return x @ weight + bias in x's dtype, for x [N, K], integers `weight` [K, M] in int8, their `scale` [M], and
+    `bias` [M | 0].
     """
     steps, token_scales = quantised(x)
-    products = _int_product(steps, weight) if weight.dtype == torch.int8 else steps @ weight
+    products = _int_product(steps, weight) if weight.device.type == "cuda" else steps @ weight.float()
     out = products * token_scales * scale
     return (out + bias if bias.numel() else out).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""CPU kernels in float32, compiled by numba: all of a step except large matrix products.
+"""CPU kernels in float32, compiled by numba: all of a step.
 
 All kernels are in one file because numba's on-disk cache notices changes of a kernel's own file only, not of the
 functions that it calls. They release the GIL, allocate nothing, and compute each row by the same operations in the same
@@ -24,12 +24,15 @@ from numba.core import cgutils as untyped_cgutils
 from numba.extending import intrinsic
 
 Floats = npt.NDArray[np.float32]
+Stored = npt.NDArray[np.float32] | npt.NDArray[np.int8] | npt.NDArray[np.int16] | npt.NDArray[np.uint16]
+"""Weights as they are stored: floats, integers, or the bits of float16 (int16) and bfloat16 (uint16)."""
 
 cgutils: Any = untyped_cgutils  # numba ships no types for it
 LANES = 16
 _FLOAT = ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _CONTRACT_FLAG = ("contract",)
+_CHAINS = 8  # sums of products that do not wait for each other
 
 
 def _emit_prefetch(typing_context: Any, array: Any, index: Any) -> Any:
@@ -96,21 +99,40 @@ def _emit_mix(typing_context: Any, y: Any, count: Any, weights: Any, w: Any, val
         out = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         weight, value = (_address(context, builder, signature, arguments, at) for at in (2, 4))
         vectors, begin = _vectors(builder, arguments[1]), ir.Constant(arguments[1].type, 0)
-        for together in (4, 2, 1):  # sums that do not wait for each other
+        rows, one = arguments[6], ir.Constant(vectors.type, 1)
+        for together in (4, 2, 1):
+            apart = _CHAINS // together  # rows that are summed by themselves
+            whole = builder.mul(builder.sdiv(rows, ir.Constant(rows.type, apart)), ir.Constant(rows.type, apart))
             units = builder.sdiv(builder.sub(vectors, begin), ir.Constant(vectors.type, together))
             end = builder.add(begin, builder.mul(units, ir.Constant(vectors.type, together)))
             with cgutils.for_range(builder, units) as unit:
                 first = builder.add(begin, builder.mul(unit.index, ir.Constant(vectors.type, together)))
                 columns = [builder.add(first, ir.Constant(first.type, n)) for n in range(together)]
-                totals = [cgutils.alloca_once_value(builder, _load(builder, out, column)) for column in columns]
-                with cgutils.for_range(builder, arguments[6]) as row:
-                    spread = _spread(builder, builder.load(builder.gep(weight, [row.index])))
-                    here = builder.gep(value, [builder.mul(row.index, arguments[1])])
+                sums = [[cgutils.alloca_once_value(builder, _load(builder, out, column)) for column in columns]]
+                sums += [
+                    [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [0.0] * LANES)) for _ in columns]
+                    for _ in range(apart - 1)
+                ]
+
+                def add(row: Any, totals: Any, columns: Any = columns) -> None:
+                    spread = _spread(builder, builder.load(builder.gep(weight, [row])))
+                    here = builder.gep(value, [builder.mul(row, arguments[1])])
                     for column, total in zip(columns, totals, strict=True):
                         there = _load(builder, here, column)
                         builder.store(_fused(builder, builder.load(total), spread, there), total)
-                for column, total in zip(columns, totals, strict=True):
-                    builder.store(builder.load(total), _vector_at(builder, out, column), align=4)
+
+                with cgutils.for_range_slice(
+                    builder, ir.Constant(rows.type, 0), whole, ir.Constant(rows.type, apart)
+                ) as (row, _):
+                    for n, totals in enumerate(sums):
+                        add(builder.add(row, ir.Constant(row.type, n)), totals)
+                with cgutils.for_range_slice(builder, whole, rows, one) as (row, _):
+                    add(row, sums[0])
+                for n, column in enumerate(columns):
+                    parts = [builder.load(totals[n]) for totals in sums]
+                    while len(parts) > 1:
+                        parts = [builder.fadd(parts[m], parts[m + 1]) for m in range(0, len(parts), 2)]
+                    builder.store(parts[0], _vector_at(builder, out, column), align=4)
             begin = end
         return context.get_dummy_value()
 
@@ -121,18 +143,29 @@ def _emit_panel(rows: int, vectors: int) -> Callable[..., Any]:
     """Return the emitter of `panel` for so many rows and vectors of columns."""
 
     def emit(
-        typing_context: Any, out: Any, o: Any, out_row: Any, a: Any, i: Any, weight: Any, w: Any, w_row: Any, depth: Any
+        typing_context: Any,
+        out: Any,
+        o: Any,
+        out_row: Any,
+        a: Any,
+        i: Any,
+        a_row: Any,
+        weight: Any,
+        w: Any,
+        w_row: Any,
+        depth: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            target, source, matrix = (_address(context, builder, signature, arguments, at) for at in (0, 3, 5))
-            out_row, w_row, depth = arguments[2], arguments[7], arguments[8]
+            target, source, matrix = (_address(context, builder, signature, arguments, at) for at in (0, 3, 6))
+            element = signature.args[6].dtype
+            out_row, a_row, w_row, depth = arguments[2], arguments[5], arguments[8], arguments[9]
             columns = [ir.Constant(depth.type, n) for n in range(vectors)]
             targets = [builder.gep(target, [builder.mul(out_row, ir.Constant(depth.type, r))]) for r in range(rows)]
-            sources = [builder.gep(source, [builder.mul(depth, ir.Constant(depth.type, r))]) for r in range(rows)]
+            sources = [builder.gep(source, [builder.mul(a_row, ir.Constant(depth.type, r))]) for r in range(rows)]
             totals = [[cgutils.alloca_once_value(builder, _load(builder, row, n)) for n in columns] for row in targets]
             with cgutils.for_range(builder, depth) as loop:
                 here = builder.gep(matrix, [builder.mul(loop.index, w_row)])
-                factors = [_load(builder, here, n) for n in columns]
+                factors = [_widened(builder, element, here, n) for n in columns]
                 for row, sums in zip(sources, totals, strict=True):
                     x = _spread(builder, builder.load(builder.gep(row, [loop.index])))
                     for factor, total in zip(factors, sums, strict=True):
@@ -143,9 +176,63 @@ def _emit_panel(rows: int, vectors: int) -> Callable[..., Any]:
             return context.get_dummy_value()
 
         numbers = (types.intp, types.intp)
-        return types.void(out, *numbers, a, types.intp, weight, *numbers, types.intp), generate
+        return types.void(out, *numbers, a, *numbers, weight, *numbers, types.intp), generate
 
     return emit
+
+
+def _emit_head_dots(typing_context: Any, out: Any, o: Any, x: Any, i: Any, weight: Any, w: Any, count: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target, source, matrix = (_address(context, builder, signature, arguments, at) for at in (0, 2, 4))
+        element, count = signature.args[4].dtype, arguments[6]
+        starts = [builder.gep(matrix, [builder.mul(count, ir.Constant(count.type, n))]) for n in range(LANES)]
+        totals = [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [0.0] * LANES)) for _ in starts]
+        with cgutils.for_range(builder, _vectors(builder, count)) as loop:
+            x = _load(builder, source, loop.index)
+            for start, total in zip(starts, totals, strict=True):
+                factor = _widened(builder, element, start, loop.index)
+                builder.store(_fused(builder, builder.load(total), x, factor), total)
+        parts = [builder.load(total) for total in totals]
+        while len(parts) > 1:
+            parts = [_pair_sums(builder, parts[n], parts[n + 1]) for n in range(0, len(parts), 2)]
+        builder.store(parts[0], _vector_at(builder, target, ir.Constant(count.type, 0)), align=4)
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, x, types.intp, weight, types.intp, types.intp), generate
+
+
+def _emit_value(typing_context: Any, weight: Any, at: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        stored = builder.load(_address(context, builder, signature, arguments, 0))
+        return _as_floats(builder, signature.args[0].dtype, stored)
+
+    return types.float32(weight, types.intp), generate
+
+
+def _widened(builder: Any, element: Any, pointer: Any, index: Any) -> Any:
+    """Return 16 stored weights as floats."""
+    if element == types.float32:
+        return _load(builder, pointer, index)
+    moved = builder.gep(pointer, [builder.mul(index, ir.Constant(index.type, LANES))])
+    kind = ir.VectorType(ir.IntType(element.bitwidth), LANES)
+    return _as_floats(builder, element, builder.load(builder.bitcast(moved, kind.as_pointer()), align=1))
+
+
+def _as_floats(builder: Any, element: Any, stored: Any) -> Any:
+    """Return one stored weight, or a vector of them, as float32; exact for all types (`KernelWeights`)."""
+
+    def of(kind: Any) -> Any:
+        return ir.VectorType(kind, LANES) if isinstance(stored.type, ir.VectorType) else kind
+
+    if element == types.float32:
+        return stored
+    if element == types.int8:
+        return builder.sitofp(builder.sext(stored, of(ir.IntType(32))), of(_FLOAT))
+    if element == types.int16:
+        return builder.fpext(builder.bitcast(stored, of(ir.HalfType())), of(_FLOAT))
+    assert element == types.uint16
+    bits = ir.Constant(of(ir.IntType(32)), [16] * LANES if isinstance(stored.type, ir.VectorType) else 16)
+    return builder.bitcast(builder.shl(builder.zext(stored, bits.type), bits), of(_FLOAT))
 
 
 def _emit_widen(typing_context: Any, y: Any, k: Any, bytes_: Any, b: Any, count: Any, scale: Any) -> Any:
@@ -201,13 +288,20 @@ mix = cast("Callable[[Floats, int, Floats, int, Floats, int, int], None]", intri
 """mix(y, count, weights, w, values, v, n): for k < count, y[k] += sum over rows r < n of
 weights[w + r] * values[v + r * count + k]; count must be a multiple of 16."""
 
-_Panel = Callable[[Floats, int, int, Floats, int, Floats, int, int, int], None]
-panel_8x2, panel_8x1, panel_4x4, panel_4x1, panel_2x8, panel_2x1, panel_1x16, panel_1x1 = (
+_Panel = Callable[[Floats, int, int, Floats, int, int, Stored, int, int, int], None]
+panel_8x2, panel_8x1, panel_4x4, panel_4x1, panel_2x8, panel_2x1, panel_1x16, panel_1x8, panel_1x2, panel_1x1 = (
     cast("_Panel", intrinsic(_emit_panel(rows, vectors)))
-    for rows, vectors in ((8, 2), (8, 1), (4, 4), (4, 1), (2, 8), (2, 1), (1, 16), (1, 1))
+    for rows, vectors in ((8, 2), (8, 1), (4, 4), (4, 1), (2, 8), (2, 1), (1, 16), (1, 8), (1, 2), (1, 1))
 )
-"""panel_RxV(out, o, out_row, a, i, weight, w, w_row, depth): for r < R and c < 16 * V,
-out[o + r * out_row + c] += sum of a[i + r * depth + k] * weight[w + k * w_row + c] over k < depth, in order."""
+"""panel_RxV(out, o, out_row, a, i, a_row, weight, w, w_row, depth): for r < R and c < 16 * V,
+out[o + r * out_row + c] += sum of a[i + r * a_row + k] * weight[w + k * w_row + c] over k < depth, in order."""
+
+head_dots = cast("Callable[[Floats, int, Floats, int, Stored, int, int], None]", intrinsic(_emit_head_dots))
+"""head_dots(out, o, x, i, weight, w, count): out[o + r] = sum of x[i + k] * weight[w + r * count + k] over k < count,
+for r < 16; count must be a multiple of 16."""
+
+value_of = cast("Callable[[Stored, int], np.float32]", intrinsic(_emit_value))
+"""value_of(weight, i): element i of stored weights, as a float."""
 
 widen = cast("Callable[[Floats, int, Bytes, int, int, np.float32], None]", intrinsic(_emit_widen))
 """widen(y, k, bytes, b, count, scale): y[k + i] = int8(bytes[b + i]) * scale for i < count; count must be a multiple of
@@ -235,7 +329,11 @@ _HALF_LEAST_NORMAL = np.float32(2.0**-14)
 _HALF_STEPS = np.float32(2.0**24)  # per 1, below the least normal value
 _HALF_EXPONENT = np.int32(112 << 23)  # difference of the exponents' biases
 _LINE = 16  # floats per cache line
-_ROWS_AT_ONCE = 64  # rows of a product for which a strip of the matrix stays in the cache
+_DEPTH_AT_ONCE = 256  # inputs of a product for which a part of the matrix is read
+_COLUMNS_AT_ONCE = 256
+_STRIP = 32  # columns of a matrix that are packed into consecutive floats, if there are so many rows:
+_PACKED_ROWS = 64
+PACKED = _DEPTH_AT_ONCE * _STRIP
 
 
 class DecoderDims(NamedTuple):
@@ -253,30 +351,30 @@ class DecoderDims(NamedTuple):
 
 
 class KernelWeights(NamedTuple):
-    """Stacked weights as numpy arrays; shapes as in `engine.weights.DecoderWeights`."""
+    """Stacked weights as numpy arrays; shapes as in `engine.weights.DecoderWeights`. Matrices are read as stored."""
 
     attention_norm: Floats
     attention_post_norm: Floats
-    qkv: Floats
+    qkv: Stored
     qkv_scale: Floats
     qkv_bias: Floats
     q_norm: Floats
     k_norm: Floats
     sinks: Floats
-    out: Floats
+    out: Stored
     out_scale: Floats
     out_bias: Floats
     mlp_norm: Floats
     mlp_post_norm: Floats
-    gate_up: Floats
+    gate_up: Stored
     gate_up_scale: Floats
     gate_up_bias: Floats
-    down: Floats
+    down: Stored
     down_scale: Floats
     down_bias: Floats
-    router: Floats
-    experts_gate_up: Floats
-    experts_down: Floats
+    router: Stored
+    experts_gate_up: Stored
+    experts_down: Stored
 
 
 class StepArrays(NamedTuple):
@@ -327,6 +425,7 @@ class WorkBuffers(NamedTuple):
     steps: Floats  # [N * the most inputs]
     products: Floats  # [N * the most outputs]
     token_scales: Floats  # [N]
+    packed: Floats  # [PACKED]
     router: Floats  # [N, experts]
     chosen: Ints  # [N, T]: each row's experts, in the order of their shares
     shares: Floats  # [N, T]
@@ -358,12 +457,15 @@ def _exp(x: np.float32) -> np.float32:
 
 
 @_kernel(_CONTRACT)
-def multiply(a: Floats, weight: Floats, bias: Floats, out: Floats, accumulate: bool, width: int) -> None:
+def multiply(
+    a: Floats, weight: Stored, bias: Floats, out: Floats, accumulate: bool, width: int, packed: Floats
+) -> None:
     """Compute out [N, M] (+)= a [N, K] @ weight [K, M] + bias [M | 0], of it the first `width` columns.
 
-    Each row is summed over k in order.
+    Each row is summed over k in order. `packed` is a buffer of PACKED floats.
     """
     rows, depth = a.shape
+    row = weight.shape[1]
     for i in range(rows):
         if not accumulate:
             out[i, :width] = np.float32(0.0)
@@ -371,49 +473,73 @@ def multiply(a: Floats, weight: Floats, bias: Floats, out: Floats, accumulate: b
             for j in range(width):
                 out[i, j] += bias[j]
     whole = width - width % LANES
-    for top in range(0, rows, _ROWS_AT_ONCE):
-        bottom = min(rows, top + _ROWS_AT_ONCE)
-        i = top
-        while bottom - i >= 8:
-            i += 8
-        for j in range(0, whole - whole % 32, 32):
-            for n in range(top, i, 8):
-                panel_8x2(out, n * out.shape[1] + j, out.shape[1], a, n * depth, weight, j, weight.shape[1], depth)
-        if whole % 32:
-            j = whole - LANES
-            for n in range(top, i, 8):
-                panel_8x1(out, n * out.shape[1] + j, out.shape[1], a, n * depth, weight, j, weight.shape[1], depth)
-        if bottom - i >= 4:
-            j = 0
-            while whole - j >= 64:
-                panel_4x4(out, i * out.shape[1] + j, out.shape[1], a, i * depth, weight, j, weight.shape[1], depth)
-                j += 64
-            while j < whole:
-                panel_4x1(out, i * out.shape[1] + j, out.shape[1], a, i * depth, weight, j, weight.shape[1], depth)
-                j += LANES
-            i += 4
-        if bottom - i >= 2:
-            j = 0
-            while whole - j >= 128:
-                panel_2x8(out, i * out.shape[1] + j, out.shape[1], a, i * depth, weight, j, weight.shape[1], depth)
-                j += 128
-            while j < whole:
-                panel_2x1(out, i * out.shape[1] + j, out.shape[1], a, i * depth, weight, j, weight.shape[1], depth)
-                j += LANES
-            i += 2
-        if i < bottom:
-            j = 0
-            while whole - j >= 256:
-                panel_1x16(out, i * out.shape[1] + j, out.shape[1], a, i * depth, weight, j, weight.shape[1], depth)
-                j += 256
-            while j < whole:
-                panel_1x1(out, i * out.shape[1] + j, out.shape[1], a, i * depth, weight, j, weight.shape[1], depth)
-                j += LANES
+    for k in range(0, depth, _DEPTH_AT_ONCE):
+        count = min(_DEPTH_AT_ONCE, depth - k)
+        if rows < _PACKED_ROWS:
+            for j in range(0, whole, _COLUMNS_AT_ONCE):
+                _add_products(a, k, count, weight, k * row + j, row, min(_COLUMNS_AT_ONCE, whole - j), out, j)
+            continue
+        for j in range(0, whole, _STRIP):
+            columns = min(_STRIP, whole - j)
+            for n in range(count):
+                for c in range(columns):
+                    packed[n * _STRIP + c] = value_of(weight, (k + n) * row + j + c)
+            _add_products(a, k, count, packed, 0, _STRIP, columns, out, j)
     for i in range(rows if whole < width else 0):
         for k in range(depth):
             x = a[i, k]
             for j in range(whole, width):
-                out[i, j] += x * weight[k, j]
+                out[i, j] += x * value_of(weight, k * row + j)
+
+
+@_kernel(_CONTRACT)
+def _add_products(
+    a: Floats, k: int, depth: int, weight: Stored, w: int, w_row: int, width: int, out: Floats, column: int
+) -> None:
+    """Add a[:, k : k + depth] times a matrix [depth, width] to out from `column` on; `width` is a multiple of 16.
+
+    The matrix begins at element `w` of `weight`, and its rows are `w_row` elements apart.
+    """
+    rows, a_row, row = a.shape[0], a.shape[1], out.shape[1]
+    i = rows - rows % 8
+    pairs = width - width % 32
+    for j in range(0, pairs, 32):
+        for n in range(0, i, 8):
+            panel_8x2(out, n * row + column + j, row, a, n * a_row + k, a_row, weight, w + j, w_row, depth)
+    if pairs < width:
+        for n in range(0, i, 8):
+            panel_8x1(out, n * row + column + pairs, row, a, n * a_row + k, a_row, weight, w + pairs, w_row, depth)
+    if rows - i >= 4:
+        o, at, j = i * row + column, i * a_row + k, 0
+        while width - j >= 64:
+            panel_4x4(out, o + j, row, a, at, a_row, weight, w + j, w_row, depth)
+            j += 64
+        while j < width:
+            panel_4x1(out, o + j, row, a, at, a_row, weight, w + j, w_row, depth)
+            j += LANES
+        i += 4
+    if rows - i >= 2:
+        o, at, j = i * row + column, i * a_row + k, 0
+        while width - j >= 128:
+            panel_2x8(out, o + j, row, a, at, a_row, weight, w + j, w_row, depth)
+            j += 128
+        while j < width:
+            panel_2x1(out, o + j, row, a, at, a_row, weight, w + j, w_row, depth)
+            j += LANES
+        i += 2
+    if i < rows:
+        o, at, j = i * row + column, i * a_row + k, 0
+        while width - j >= 256:
+            panel_1x16(out, o + j, row, a, at, a_row, weight, w + j, w_row, depth)
+            j += 256
+        if width - j >= 128:
+            panel_1x8(out, o + j, row, a, at, a_row, weight, w + j, w_row, depth)
+            j += 128
+        while width - j >= 32:
+            panel_1x2(out, o + j, row, a, at, a_row, weight, w + j, w_row, depth)
+            j += 32
+        if j < width:
+            panel_1x1(out, o + j, row, a, at, a_row, weight, w + j, w_row, depth)
 
 
 @_kernel(set())
@@ -458,31 +584,35 @@ def scale_products(
 
 @_kernel(_CONTRACT)
 def project(
-    a: Floats, weight: Floats, scale: Floats, bias: Floats, out: Floats, accumulate: bool, width: int, work: WorkBuffers
+    a: Floats, weight: Stored, scale: Floats, bias: Floats, out: Floats, accumulate: bool, width: int, work: WorkBuffers
 ) -> None:
     """Compute a linear layer as `multiply` does; in int8 if `scale` [M | 0] is not empty."""
     if not scale.size:
-        multiply(a, weight, bias, out, accumulate, width)
+        multiply(a, weight, bias, out, accumulate, width, work.packed)
         return
     rows, depth = a.shape
     steps = work.steps[: rows * depth].reshape(rows, depth)
     products = work.products[: rows * width].reshape(rows, width)
     quantise_tokens(a, steps, work.token_scales)
-    multiply(steps, weight, bias[:0], products, False, width)
+    multiply(steps, weight, bias[:0], products, False, width, work.packed)
     scale_products(products, work.token_scales, scale, bias, out, accumulate)
 
 
 @_kernel(_SUM)
-def multiply_head(a: Floats, weight: Floats, out: Floats) -> None:
+def multiply_head(a: Floats, weight: Stored, out: Floats) -> None:
     """Compute out [N, V] = a [N, d] @ weight [V, d] transposed."""
     rows, depth = a.shape
-    for j in range(weight.shape[0]):
-        w = weight[j]
+    ids = weight.shape[0]
+    whole = ids - ids % LANES if depth % LANES == 0 else 0
+    for j in range(0, whole, LANES):
+        for i in range(rows):
+            head_dots(out, i * ids + j, a, i * depth, weight, j * depth, depth)
+    for j in range(whole, ids):
         for i in range(rows):
             x = a[i]
             total = np.float32(0.0)
             for k in range(depth):
-                total += x[k] * w[k]
+                total += x[k] * value_of(weight, j * depth + k)
             out[i, j] = total
 
 
@@ -807,32 +937,102 @@ def _attend_head(
         y[d] *= norm
 
 
-@_kernel(_CONTRACT)
-def gather(layer: int, step: StepArrays, table: Ints, keys: Floats, values: Floats) -> None:
-    """Copy one layer of the slots in `table` to keys and values [kv_heads, positions, head_dim]."""
-    kv_heads, _, head_dim = keys.shape
-    group = step.layer_groups[layer]
-    run, memory = step.block_tokens * head_dim, step.memory
-    for h in range(kv_heads):
-        for b in range(table.size):
-            at = step.read_bases[layer] + table[b] * step.read_sizes[group] + 2 * h * run
-            here = slice(b * step.block_tokens, (b + 1) * step.block_tokens)
-            keys[h, here] = memory[at : at + run].reshape(step.block_tokens, head_dim)
-            values[h, here] = memory[at + run : at + 2 * run].reshape(step.block_tokens, head_dim)
+class TileBuffers(NamedTuple):
+    """KV of one head that a chunk's tiles read, gathered from its slots, and what belongs to one tile."""
+
+    keys: Floats  # [head_dim * the most positions]: transposed
+    values: Floats  # [the most positions * head_dim, rounded up to whole vectors]
+    queries: Floats  # [the most rows * head_dim]
+    scores: Floats  # [the most rows * the most positions]
+    mixed: Floats  # as `queries`, of rows rounded up to whole vectors
+    norms: Floats  # [the most rows]
 
 
 @_kernel(_CONTRACT)
-def take_queries(qkv: Floats, first: int, out: Floats) -> None:
-    """Copy queries of rows first.. of qkv [N, Q + 2K] to out [kv_heads, rows * shared, head_dim].
+def attend_tiles(
+    layer: int,
+    table: Ints,
+    tiles: Ints,
+    shape: DecoderDims,
+    sinks: Floats,
+    step: StepArrays,
+    qkv: Floats,
+    buffers: TileBuffers,
+    out: Floats,
+) -> None:
+    """Compute attention of a chunk's tiles of qkv [N, Q + 2K] over the slots in `table` into out [N, Q].
 
-    `shared` is the number of query heads per KV head; those of one row are adjacent.
+    A tile [5] is its first row, its number of rows, the index of its first key, its number of keys, and the position of
+    its first query minus that of its first key. `sinks` are those of the layer, [heads | 0].
     """
-    kv_heads, rows, head_dim = out.shape[0], out.shape[1], out.shape[2]
-    shared = qkv.shape[1] // head_dim // kv_heads - 2
+    heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
+    shared, window = heads // kv_heads, step.windows[step.layer_groups[layer]]
+    row = table.size * step.block_tokens + LANES  # keys are multiplied by whole vectors
+    width = (head_dim + LANES - 1) // LANES * LANES
+    buffers.values[: row * width] = np.float32(0.0)
     for h in range(kv_heads):
-        for r in range(rows):
-            column = (h * shared + r % shared) * head_dim
-            out[h, r] = qkv[first + r // shared, column : column + head_dim]
+        _gather_head(layer, h, head_dim, step, table, row, width, buffers)
+        for n in range(tiles.shape[0]):
+            first, count, key, keys, offset = tiles[n, 0], tiles[n, 1], tiles[n, 2], tiles[n, 3], tiles[n, 4]
+            rows, scored = count * shared, (keys + LANES - 1) // LANES * LANES
+            queries = buffers.queries[: rows * head_dim].reshape(rows, head_dim)
+            scores = buffers.scores[: rows * scored].reshape(rows, scored)
+            mixed = buffers.mixed[: rows * width].reshape(rows, width)
+            for r in range(rows):
+                column = (h * shared + r % shared) * head_dim
+                queries[r] = qkv[first + r // shared, column : column + head_dim]
+            scores[:] = np.float32(0.0)
+            _add_products(queries, 0, head_dim, buffers.keys, key, row, scored, scores, 0)
+            for r in range(rows):
+                end = offset + r // shared + 1
+                sink = sinks[h * shared + r % shared] if sinks.size else _NO_SINK
+                buffers.norms[r] = _soften_row(scores[r], max(end - window, 0) if window else 0, end, shape, sink)
+            mixed[:] = np.float32(0.0)
+            for k in range(0, keys, _DEPTH_AT_ONCE):
+                at, depth = (key + k) * width, min(_DEPTH_AT_ONCE, keys - k)
+                _add_products(scores, k, depth, buffers.values, at, width, width, mixed, 0)
+            for r in range(rows):
+                column = (h * shared + r % shared) * head_dim
+                y, norm = out[first + r // shared, column : column + head_dim], buffers.norms[r]
+                for d in range(head_dim):
+                    y[d] = mixed[r, d] * norm
+
+
+@_kernel(_CONTRACT)
+def _gather_head(
+    layer: int, head: int, head_dim: int, step: StepArrays, table: Ints, row: int, width: int, buffers: TileBuffers
+) -> None:
+    """Copy one head of the slots in `table` to the buffers: rows of `row` keys, and values `width` apart."""
+    group, block_tokens, memory = step.layer_groups[layer], step.block_tokens, step.memory
+    keys, values, run = buffers.keys, buffers.values, block_tokens * head_dim
+    for b in range(table.size):
+        at = step.read_bases[layer] + table[b] * step.read_sizes[group] + 2 * head * run
+        first = b * block_tokens
+        for d in range(head_dim):
+            for t in range(block_tokens):
+                keys[d * row + first + t] = memory[at + t * head_dim + d]
+        for t in range(block_tokens):
+            to, here = (first + t) * width, at + run + t * head_dim
+            values[to : to + head_dim] = memory[here : here + head_dim]
+
+
+@_kernel(_CONTRACT)
+def _soften_row(row: Floats, begin: int, end: int, shape: DecoderDims, sink: np.float32) -> np.float32:
+    """Compute exp of a row of products row[begin:end] relative to the largest, in place; the others become 0.
+
+    Returns 1 / their sum with the sink's.
+    """
+    seen, scale = row[begin:end], shape.scale
+    if shape.softcap > 0:
+        for j in range(seen.size):
+            seen[j] = shape.softcap * np.tanh(scale * seen[j] / shape.softcap)
+        scale = np.float32(1.0)
+    row[:begin] = np.float32(0.0)
+    row[end:] = np.float32(0.0)
+    if sink > _NO_SINK:
+        top = max(_max(seen), sink / scale)
+        return np.float32(1.0) / (_exp_sum(seen, top, scale) + _exp((sink / scale - top) * scale))
+    return np.float32(1.0) / _exp_sum(seen, _max(seen), scale)
 
 
 @_kernel(_CONTRACT)
@@ -843,51 +1043,6 @@ def _max(x: Floats) -> np.float32:
     for i in range(bits.size):
         top = max(top, np.int32(bits[i] ^ ((bits[i] >> np.int32(31)) & _BELOW_SIGN)))
     return np.int32(top ^ ((top >> np.int32(31)) & _BELOW_SIGN)).view(np.float32)
-
-
-@_kernel(_CONTRACT)
-def soften(
-    scores: Floats, shared: int, offset: int, window: int, shape: DecoderDims, sinks: Floats, norms: Floats
-) -> None:
-    """Compute the unnormalised softmax of products [kv_heads, rows * shared, keys] in place; write 1 / sum to norms.
-
-    Query i sees keys up to offset + i, and of them the last `window` (0 = all); other scores become 0. `sinks` are
-    those of the layer, [heads | 0].
-    """
-    softcap, scale = shape.softcap, shape.scale
-    if softcap > 0:
-        scale = np.float32(1.0)
-    for h in range(scores.shape[0]):
-        for r in range(scores.shape[1]):
-            row = scores[h, r]
-            end = offset + r // shared + 1
-            begin = max(end - window, 0) if window else 0
-            seen = row[begin:end]
-            if softcap > 0:
-                for j in range(seen.size):
-                    seen[j] = softcap * np.tanh(shape.scale * seen[j] / softcap)
-            top = _max(seen)
-            if sinks.size:
-                sink = sinks[h * shared + r % shared] / scale
-                top = max(top, sink)
-                norms[h, r] = np.float32(1.0) / (_exp_sum(seen, top, scale) + _exp((sink - top) * scale))
-            else:
-                norms[h, r] = np.float32(1.0) / _exp_sum(seen, top, scale)
-            row[:begin] = np.float32(0.0)
-            row[end:] = np.float32(0.0)
-
-
-@_kernel(_CONTRACT)
-def put_mixed(mixed: Floats, norms: Floats, first: int, out: Floats) -> None:
-    """Write mixed [kv_heads, rows * shared, head_dim] times norms to rows first.. of out [N, Q]."""
-    kv_heads, rows, head_dim = mixed.shape[0], mixed.shape[1], mixed.shape[2]
-    shared = out.shape[1] // head_dim // kv_heads
-    for h in range(kv_heads):
-        for r in range(rows):
-            column = (h * shared + r % shared) * head_dim
-            y, x, norm = out[first + r // shared, column : column + head_dim], mixed[h, r], norms[h, r]
-            for d in range(head_dim):
-                y[d] = x[d] * norm
 
 
 @_kernel(_CONTRACT)
@@ -950,17 +1105,55 @@ def add_experts(place: int, shape: DecoderDims, weights: KernelWeights, work: Wo
     """Add what the experts of a layer make of work.hidden [N, d] to work.x."""
     none = work.scores[:0]
     depth, experts, size = work.hidden.shape[1], work.router.shape[1], shape.expert_size
-    multiply(work.hidden, weights.router[place], none, work.router, False, experts)
+    multiply(work.hidden, weights.router[place], none, work.router, False, experts, work.packed)
     choose_experts(work.router, shape.experts_scaled, work.chosen, work.shares)
     for expert in range(experts):
         count = take_rows(expert, work.hidden, work)
         if count:
             gate_up, gated = work.expert_gate_up[:count], work.expert_gated[:count]
-            multiply(work.expert_in[:count], weights.experts_gate_up[place, expert], none, gate_up, False, 2 * size)
+            rows, out, packed = work.expert_in[:count], work.expert_out[:count], work.packed
+            multiply(rows, weights.experts_gate_up[place, expert], none, gate_up, False, 2 * size, packed)
             gate(gate_up, shape.gelu, gated)
-            multiply(gated, weights.experts_down[place, expert], none, work.expert_out[:count], False, depth)
+            multiply(gated, weights.experts_down[place, expert], none, out, False, depth, packed)
             put_made(count, work)
     add_made(work, work.x)
+
+
+@_kernel(_CONTRACT)
+def begin_layer(layer: int, shape: DecoderDims, weights: KernelWeights, step: StepArrays, work: WorkBuffers) -> None:
+    """Compute the queries of work.x [N, d] and write its keys and values to the cache."""
+    rms_norm(work.x, weights.attention_norm[layer], shape.eps, work.hidden)
+    width = work.qkv.shape[1] if step.layer_owns[layer] else shape.heads * shape.head_dim
+    scale, bias = weights.qkv_scale[layer], weights.qkv_bias[layer]
+    project(work.hidden, weights.qkv[layer], scale, bias, work.qkv, False, width, work)
+    place_rows(layer, shape, weights, step, work.qkv)
+
+
+@_kernel(_CONTRACT)
+def finish_layer(layer: int, shape: DecoderDims, weights: KernelWeights, step: StepArrays, work: WorkBuffers) -> None:
+    """Add to work.x [N, d] what the layer makes of its attention, work.mixed, and then its MLP or experts."""
+    x, hidden, width = work.x, work.hidden, work.x.shape[1]
+    post_norm, scale, bias = weights.attention_post_norm[layer], weights.out_scale[layer], weights.out_bias[layer]
+    if post_norm.size:
+        project(work.mixed, weights.out[layer], scale, bias, hidden, False, width, work)
+        add_normed(hidden, post_norm, shape.eps, x)
+    else:
+        project(work.mixed, weights.out[layer], scale, bias, x, True, width, work)
+    rms_norm(x, weights.mlp_norm[layer], shape.eps, hidden)
+    place = step.mlp_places[layer]
+    if step.layer_sparse[layer]:
+        add_experts(place, shape, weights, work)
+        return
+    gates = weights.gate_up.shape[2]
+    scale, bias = weights.gate_up_scale[place], weights.gate_up_bias[place]
+    project(hidden, weights.gate_up[place], scale, bias, work.gate_up, False, gates, work)
+    gate(work.gate_up, shape.gelu, work.gated)
+    post_norm, scale, bias = weights.mlp_post_norm[layer], weights.down_scale[place], weights.down_bias[place]
+    if post_norm.size:
+        project(work.gated, weights.down[place], scale, bias, hidden, False, width, work)
+        add_normed(hidden, post_norm, shape.eps, x)
+    else:
+        project(work.gated, weights.down[place], scale, bias, x, True, width, work)
 
 
 @_kernel(_CONTRACT)
@@ -968,43 +1161,16 @@ def run_layers(
     first: int, last: int, shape: DecoderDims, weights: KernelWeights, step: StepArrays, work: WorkBuffers, rows: Ints
 ) -> None:
     """Run decoder layers first..last-1 on work.x [N, d] in place, in one call: for steps of few rows."""
-    x, hidden, qkv, mixed = work.x, work.hidden, work.qkv, work.mixed
-    width, queries = x.shape[1], shape.heads * shape.head_dim
+    chunks = step.chunk_rows.size - 1
     for layer in range(first, last):
-        rms_norm(x, weights.attention_norm[layer], shape.eps, hidden)
-        projected = qkv.shape[1] if step.layer_owns[layer] else queries
-        scale, bias = weights.qkv_scale[layer], weights.qkv_bias[layer]
-        project(hidden, weights.qkv[layer], scale, bias, qkv, False, projected, work)
-        place_rows(layer, shape, weights, step, qkv)
-        sinks, chunks = weights.sinks[layer], step.chunk_rows.size - 1
+        begin_layer(layer, shape, weights, step, work)
+        sinks = weights.sinks[layer]
         if step.coded.size:
             for chunk in range(chunks):  # what one chunk reads stays in the cache of the processor
                 if chunks > 1 or not _reads_the_same(layer, step):
                     decode_chunk(layer, chunk, shape, step)
                 chunk_rows = rows[step.chunk_rows[chunk] : step.chunk_rows[chunk + 1]]
-                attend_rows(layer, chunk_rows, shape, sinks, step, qkv, work.scores, mixed)
+                attend_rows(layer, chunk_rows, shape, sinks, step, work.qkv, work.scores, work.mixed)
         else:
-            attend_rows(layer, rows, shape, sinks, step, qkv, work.scores, mixed)
-        post_norm = weights.attention_post_norm[layer]
-        scale, bias = weights.out_scale[layer], weights.out_bias[layer]
-        if post_norm.size:
-            project(mixed, weights.out[layer], scale, bias, hidden, False, width, work)
-            add_normed(hidden, post_norm, shape.eps, x)
-        else:
-            project(mixed, weights.out[layer], scale, bias, x, True, width, work)
-        rms_norm(x, weights.mlp_norm[layer], shape.eps, hidden)
-        place = step.mlp_places[layer]
-        if step.layer_sparse[layer]:
-            add_experts(place, shape, weights, work)
-            continue
-        gates = weights.gate_up.shape[2]
-        scale, bias = weights.gate_up_scale[place], weights.gate_up_bias[place]
-        project(hidden, weights.gate_up[place], scale, bias, work.gate_up, False, gates, work)
-        gate(work.gate_up, shape.gelu, work.gated)
-        post_norm = weights.mlp_post_norm[layer]
-        scale, bias = weights.down_scale[place], weights.down_bias[place]
-        if post_norm.size:
-            project(work.gated, weights.down[place], scale, bias, hidden, False, width, work)
-            add_normed(hidden, post_norm, shape.eps, x)
-        else:
-            project(work.gated, weights.down[place], scale, bias, x, True, width, work)
+            attend_rows(layer, rows, shape, sinks, step, work.qkv, work.scores, work.mixed)
+        finish_layer(layer, shape, weights, step, work)

@@ -48,7 +48,7 @@ class Model:
         self.fingerprint = fingerprint
         self.backend = kind
         self.device = weights.embedding.device
-        self.dtype = str(weights.embedding.dtype).removeprefix("torch.")
+        self.dtype = str(weights.dtype).removeprefix("torch.")
         self.kv_groups: tuple[KvGroupShape, ...] = config.kv_groups(self.dtype)
         self._weights = weights
         self._backend = backend
@@ -183,8 +183,7 @@ def load_model(
     if batch_invariant and not compiled:
         raise BackendUnavailable(f"only the backend compiled is batch_invariant, got {chosen.name}")
     with open_checkpoint(folder, tensors) as checkpoint:
-        int8_dtype = torch.float32 if compiled else torch.int8
-        weights = load_weights(config, checkpoint, device=target, dtype=kind, int8_dtype=int8_dtype)
+        weights = load_weights(config, checkpoint, device=target, dtype=kind, as_stored=compiled)
         fingerprint = _fingerprint(config, checkpoint.digest())
     rope = RopeTable(config.ropes, config.head_dim, config.max_positions, target)
     runner = CompiledBackend(config, weights, rope, batch_invariant=True) if batch_invariant else None

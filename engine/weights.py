@@ -20,6 +20,15 @@ from engine.errors import CheckpointDamaged
 from engine.folder import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, TensorPart, layer_parts
 from engine.packed_weights import unpacked
 
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+
 
 class Checkpoint:
     """An open checkpoint that hashes every tensor it reads."""
@@ -36,6 +45,10 @@ class Checkpoint:
         header = f"{name}:{tensor.dtype}:{list(tensor.shape)}".encode()
         self._hashes[name] = blake3(header).update(raw.numpy().data).digest()
         return tensor
+
+    def kind(self, name: str) -> torch.dtype:
+        """Return the tensor's stored dtype, without reading it."""
+        return _DTYPES[self._tensors[name].dtype]
 
     def digest(self) -> bytes:
         """Return 32 bytes over names, dtypes, shapes and contents of all tensors read, independent of sharding."""
@@ -64,10 +77,12 @@ class DecoderWeights:
     vocab; D of the layers have an MLP, S have E experts with G intermediate (`ModelConfig.mlp_places`).
 
     Biases, scales, norms and sinks that the model does not have are empty: their last dimension is 0. Matrices with
-    scales hold the integers of `engine.int8_linear`, in int8 or float32. Norms contain the family's offset. Layers
-    that use the KV of another one have only the first Q columns of `qkv`; the others are unset.
+    scales hold the integers of `engine.int8_linear`, in int8. Other matrices have the dtype of the computation, or for
+    a computation in float32 perhaps the checkpoint's 16 bits. Norms contain the family's offset. Layers that use the KV
+    of another one have only the first Q columns of `qkv`; the others are unset.
     """
 
+    dtype: torch.dtype  # of the computation
     embedding: torch.Tensor  # [V, d]
     attention_norm: torch.Tensor  # [L, d]
     attention_post_norm: torch.Tensor  # [L, d | 0]
@@ -108,18 +123,19 @@ def load_weights(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    int8_dtype: torch.dtype = torch.float32,
+    as_stored: bool = False,
 ) -> DecoderWeights:
     """Read, convert and fuse the weights. The checkpoint must have the tensors that the configuration requires.
 
-    Integers of linear layers in int8 have `int8_dtype`. Their scales, and norms with an offset, are float32 whatever
-    `dtype` is: the sum would lose most of the weight's digits.
+    Scales of linear layers in int8, and norms with an offset, are float32 whatever `dtype` is: the sum would lose most
+    of the weight's digits. With `as_stored`, matrices whose tensors are all in one type of 16 bits stay in it.
     """
+    stored = _stored_matrices(config, checkpoint) if as_stored else {}
 
     def dtype_of(field: str) -> torch.dtype:
         if field.endswith("scale") or (field.endswith("norm") and config.norm_offset):
             return torch.float32
-        return int8_dtype if config.int8_linears and field in _MATRICES else dtype
+        return torch.int8 if config.int8_linears and field in _INT8_MATRICES else stored.get(field, dtype)
 
     def place(name: str, field: str = "") -> torch.Tensor:
         return checkpoint.read(name).to(device=device, dtype=dtype_of(field))
@@ -140,11 +156,12 @@ def load_weights(
                 tensor = read(part.in_layer(layer), part.field).t()  # t() leaves vectors as they are
             columns = slice(part.first_column, part.first_column + tensor.shape[-1])
             stacked[part.field][part.place][..., columns] = tensor
-    embedding = place(EMBEDDING)
+    embedding = place(EMBEDDING, "embedding")
     return DecoderWeights(
+        dtype=dtype,
         embedding=embedding,
         final_norm=place_norm(FINAL_NORM),
-        head=embedding if config.tie_word_embeddings else place(HEAD),
+        head=embedding if config.tie_word_embeddings else place(HEAD, "head"),
         **stacked,
     )
 
@@ -160,7 +177,21 @@ def _unpacked(checkpoint: Checkpoint, part: TensorPart, layer: int) -> torch.Ten
     return unpacked(packed, scales, part.packed, part.shape[1])
 
 
-_MATRICES = ("qkv", "out", "gate_up", "down")
+_INT8_MATRICES = ("qkv", "out", "gate_up", "down")
+_MATRICES = frozenset((*_INT8_MATRICES, "router", "experts_gate_up", "experts_down"))
+
+
+def _stored_matrices(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, torch.dtype]:
+    """Return field -> dtype of the matrices whose tensors are all stored in the same type of 16 bits."""
+    kinds = {"embedding": {checkpoint.kind(EMBEDDING)}}
+    if not config.tie_word_embeddings:
+        kinds["head"] = {checkpoint.kind(HEAD)}
+    for layer in range(config.num_layers):
+        for part in layer_parts(config, layer):
+            if part.field in _MATRICES and part.packed is None:
+                kinds.setdefault(part.field, set()).add(checkpoint.kind(part.in_layer(layer)))
+    narrow = (torch.float16, torch.bfloat16)
+    return {field: next(iter(found)) for field, found in kinds.items() if len(found) == 1 and found < set(narrow)}
 
 
 def _stacked_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

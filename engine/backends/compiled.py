@@ -1,160 +1,81 @@
-"""The decoder's layers on the CPU in float32: compiled kernels around large matrix products.
+"""The decoder's layers on the CPU in float32, in compiled kernels.
 
-A step of few rows runs in one compiled call. A larger step uses torch for its matrix products and for the attention of
-its longer chunks. Decode rows never gather keys or values: the kernels read the slots in place.
-
-For a longer chunk the context is gathered from the slots and the queries are processed in tiles, so that keys that are
-visible to no query of a tile are not multiplied. With one or two threads a tile is two batched matrix products around a
-compiled softmax; with more threads it is torch's fused kernel, which parallelises better.
+A step of few rows runs in one compiled call. The rows of a larger step are divided among torch's number of threads, and
+each part's layers are two calls, between which the step's KV is complete. Kernels read the slots in place, or for the
+queries of a longer chunk gather one head at a time and process the queries in tiles, so that keys that are visible to
+no query of a tile are not multiplied. The result of a row does not depend on how rows are divided.
 """
 
 import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from engine import kernels
 from engine.batch import FlatBatch, LayerHook, first_visible
 from engine.cache import PagedCache
 from engine.config import SILU, ModelConfig
-from engine.kernels import DecoderDims, KernelWeights, StepArrays, WorkBuffers
+from engine.kernels import DecoderDims, KernelWeights, StepArrays, TileBuffers, WorkBuffers
 from engine.rope import RopeTable
 from engine.weights import DecoderWeights
 
 _SHORT_CHUNK = 8  # longest chunk, in tokens, that attends row by row like a decode row
 _QUERY_TILE = 64
-_FEW_THREADS = 2
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """Rows of the step that attend to the same range of `keys` of the gathered context; rows begin at `first_row`."""
-
-    first_row: int
-    queries: int
-    keys: slice
-    offset: int  # position of the first query minus position of the first key
 
 
 @dataclass(frozen=True)
 class _Context:
-    """The part of a chunk's sequence that is visible to the chunk in one KV group."""
+    """What tiles of one chunk read in one KV group."""
 
     table: kernels.Ints
-    tokens: int  # capacity of the table's slots, in tokens
-    window: int
-    tiles: tuple[_Tile, ...]
+    tiles: kernels.Ints  # [T, 5], as `kernels.attend_tiles`
 
 
-class ChunkAttention:
-    """Attention of one step: `run` computes long chunks, and the row kernel `short_rows`, or all rows if `by_row`."""
+@dataclass(frozen=True)
+class _Part:
+    """Consecutive rows of a step, which one thread computes."""
 
-    def __init__(
-        self,
-        plan: FlatBatch,
-        cache: PagedCache,
-        shape: DecoderDims,
-        sinks: kernels.Floats,
-        step: kernels.StepArrays,
-        *,
-        by_row: bool,
-    ) -> None:
-        self._shape = shape
-        self._sinks = sinks  # [L, heads | 0]
-        self._step = step
-        self._fused = not sinks.size and not shape.softcap and torch.get_num_threads() > _FEW_THREADS
-        self._contexts: list[list[_Context]] = [[] for _ in cache.groups]
-        are_long = (plan.sizes > _SHORT_CHUNK) & (not by_row)
-        self.short_rows = np.flatnonzero(~are_long[plan.row_chunk]).astype(np.int32)
-        for chunk, group in itertools.product(np.flatnonzero(are_long), range(len(cache.groups))):
-            self._contexts[group].append(_context(plan, cache, int(chunk), group, step.read_tables))
-        contexts = [context for contexts in self._contexts for context in contexts]
-        tokens = max((context.tokens for context in contexts), default=0)
-        self._gathered = torch.empty(2 * shape.kv_heads * tokens * shape.head_dim)
-        tiles = [tile for context in contexts for tile in context.tiles]
-        rows = shape.heads * max((tile.queries for tile in tiles), default=0)
-        self._scores = torch.empty(rows * max((tile.keys.stop - tile.keys.start for tile in tiles), default=0))
-        self._queries, self._mixed = torch.empty(2, rows * shape.head_dim)
-        self._norms = np.empty(rows, np.float32)
-
-    def run(self, layer: int, qkv: kernels.Floats, out: kernels.Floats) -> None:
-        """Compute attention of the long chunks' rows of qkv [N, Q + 2K] into out [N, Q]. Their KV is already in the
-        cache.
-        """
-        heads, head_dim = self._shape.kv_heads, self._shape.head_dim
-        for context in self._contexts[self._step.layer_groups[layer]]:
-            # Contiguous for any chunk length: a different memory layout would trigger another compilation of the
-            # kernel.
-            form_group = self._gathered[: 2 * heads * context.tokens * head_dim]
-            keys, values = form_group.view(2, heads, context.tokens, head_dim)
-            kernels.gather(layer, self._step, context.table, keys.numpy(), values.numpy())
-            for tile in context.tiles:
-                k, v = keys[:, tile.keys], values[:, tile.keys]
-                if self._fused:
-                    self._by_fused_kernel(tile, context.window, k, v, qkv, out)
-                else:
-                    self._by_products(tile, context.window, self._sinks[layer], k, v, qkv, out)
-
-    def _by_products(
-        self,
-        tile: _Tile,
-        window: int,
-        sinks: kernels.Floats,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        qkv: kernels.Floats,
-        out: kernels.Floats,
-    ) -> None:
-        kv_heads, count, head_dim = keys.shape
-        shared = self._shape.heads // kv_heads
-        rows = tile.queries * shared
-        queries = self._queries[: kv_heads * rows * head_dim].view(kv_heads, rows, head_dim)
-        mixed = self._mixed[: kv_heads * rows * head_dim].view(kv_heads, rows, head_dim)
-        scores = self._scores[: kv_heads * rows * count].view(kv_heads, rows, count)
-        norms = self._norms[: kv_heads * rows].reshape(kv_heads, rows)
-        kernels.take_queries(qkv, tile.first_row, queries.numpy())
-        torch.bmm(queries, keys.transpose(1, 2), out=scores)
-        kernels.soften(scores.numpy(), shared, tile.offset, window, self._shape, sinks, norms)
-        torch.bmm(scores, values, out=mixed)
-        kernels.put_mixed(mixed.numpy(), norms, tile.first_row, out)
-
-    def _by_fused_kernel(
-        self,
-        tile: _Tile,
-        window: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        qkv: kernels.Floats,
-        out: kernels.Floats,
-    ) -> None:
-        rows, width = slice(tile.first_row, tile.first_row + tile.queries), self._shape.heads * keys.shape[2]
-        queries = torch.from_numpy(qkv[rows, :width]).view(tile.queries, -1, keys.shape[2]).transpose(0, 1)
-        ahead = torch.arange(keys.shape[1])[None, :] - torch.arange(tile.offset, tile.offset + tile.queries)[:, None]
-        hidden = (ahead > 0) | (ahead <= -window) if window else ahead > 0
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-        mixed = F.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], mask, scale=float(self._shape.scale), enable_gqa=True
-        )
-        out[rows] = mixed[0].transpose(0, 1).reshape(tile.queries, -1).numpy()
+    step: StepArrays
+    work: WorkBuffers
+    short_rows: kernels.Ints  # rows that attend one by one
+    contexts: list[list[_Context]]  # per KV group, of longer chunks
+    buffers: TileBuffers
 
 
-def _context(plan: FlatBatch, cache: PagedCache, chunk: int, group: int, tables: kernels.Ints) -> _Context:
+def _part_contexts(
+    plan: FlatBatch, cache: PagedCache, tables: kernels.Ints, long_chunks: Sequence[int], begin: int, end: int
+) -> list[list[_Context]]:
+    """Return what rows begin..end-1 of the long chunks read, per KV group."""
+    contexts: list[list[_Context]] = [[] for _ in cache.groups]
+    for chunk, group in itertools.product(long_chunks, range(len(cache.groups))):
+        first_row = int(plan.chunk_rows[chunk])
+        rows = range(max(begin, first_row), min(end, int(plan.chunk_rows[chunk + 1])))
+        if rows:
+            contexts[group].append(_context(plan, cache, tables, chunk, group, rows, begin))
+    return contexts
+
+
+def _context(
+    plan: FlatBatch, cache: PagedCache, tables: kernels.Ints, chunk: int, group: int, rows: range, part_begin: int
+) -> _Context:
     block_tokens, window = cache.block_tokens, cache.groups[group].window
-    start, row, first = int(plan.starts[chunk]), int(plan.chunk_rows[chunk]), int(plan.firsts[group, chunk])
-    size = int(plan.chunk_rows[chunk + 1]) - row
+    first = int(plan.firsts[group, chunk])
+    start = int(plan.starts[chunk]) + rows.start - int(plan.chunk_rows[chunk])  # position of the first of the rows
     skipped = first_visible(start, window, first) // block_tokens
     begin = int(plan.table_begin[group, chunk])
-    table = tables[begin + skipped : begin - (-(start + size) // block_tokens)]
+    table = tables[begin + skipped : begin - (-(start + len(rows)) // block_tokens)]
     tiles = []
-    for offset in range(0, size, _QUERY_TILE):
-        count = min(_QUERY_TILE, size - offset)
-        first_query = start + offset
-        first_key = first_visible(first_query, window, first)
-        keys = slice(first_key - skipped * block_tokens, first_query + count - skipped * block_tokens)
-        tiles.append(_Tile(row + offset, count, keys, first_query - first_key))
-    return _Context(table, len(table) * block_tokens, window, tuple(tiles))
+    for offset in range(0, len(rows), _QUERY_TILE):
+        count, query = min(_QUERY_TILE, len(rows) - offset), start + offset
+        key = first_visible(query, window, first)
+        row = rows.start + offset - part_begin
+        tiles.append((row, count, key - skipped * block_tokens, query + count - key, query - key))
+    return _Context(table, np.array(tiles, np.int32))
 
 
 def _hand_out(plan: FlatBatch, layer: int, work: WorkBuffers) -> None:
@@ -163,16 +84,23 @@ def _hand_out(plan: FlatBatch, layer: int, work: WorkBuffers) -> None:
         plan.layer_inputs.take(layer, torch.from_numpy(work.x))
 
 
-FEW_ROWS = 16  # largest step for which one compiled call beats separate matrix products
+def _as_stored(tensor: torch.Tensor) -> kernels.Stored:
+    """Return weights as the kernels read them."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return (tensor.view(torch.int16) if tensor.dtype == torch.float16 else tensor).numpy()
+
+
+FEW_ROWS = 16  # largest step that is one compiled call
+_LEAST_PART = 32  # rows that are worth a thread
 
 
 class CompiledBackend:
     """Backend that runs planned steps with compiled kernels; its work buffers grow to the largest step so far.
 
-    With `batch_invariant` every step runs through the compiled kernels, whose rows do not depend on the rest of the
-    batch: equal tokens give equal bits for any chunking and any other rows, at a lower prefill speed. A model in int8
-    gives equal bits always: its matrix products are exact, and the row kernel computes all of its attention. Otherwise
-    a sum in another order could round an activation to the next integer.
+    Rows of a step do not depend on each other, but queries of longer chunks sum in another order than single ones. With
+    `batch_invariant`, and for models in int8, all queries attend one by one: equal tokens give equal bits for any
+    chunking, at a lower prefill speed. In int8, a sum in another order could round an activation to the next integer.
     """
 
     def __init__(
@@ -199,32 +127,36 @@ class CompiledBackend:
         self._ropes = np.array(config.layer_ropes, np.int32)
         self._sparse = np.isin(np.arange(config.num_layers), config.sparse_layers)
         self._mlp_places = np.array(config.mlp_places, np.int32)
-        self._arrays = KernelWeights(*(getattr(weights, name).numpy() for name in KernelWeights._fields))
+        stored: dict[str, Any] = {name: _as_stored(getattr(weights, name)) for name in KernelWeights._fields}
+        self._arrays = KernelWeights(**stored)
+        self._head = _as_stored(weights.head)
         self._buffers: dict[str, kernels.Floats] = {}
+        self._works: dict[int, WorkBuffers] = {}  # of small steps, by their rows
+        self._threads: ThreadPoolExecutor | None = None
+        self._num_threads = 0
 
     def run(self, plan: FlatBatch, cache: PagedCache, on_layer: LayerHook, before_layer: LayerHook) -> torch.Tensor:
         """Write the KV of all rows and return logits, float32 [len(plan.logits_rows), vocab]."""
         count = len(plan.token_ids)
-        work = self._work(count, plan.max_context)
+        work = self._works.get(count) or self._work(count)
         self._enter(plan, work.x)
         step = self._step(plan, cache, at_once=count > self._few_rows)
         if count <= self._few_rows:
-            self._run_compiled(plan, step, work, on_layer, before_layer)
+            self._run_at_once(plan, step, work, on_layer, before_layer)
         else:
-            attention = ChunkAttention(plan, cache, self._shape, self._arrays.sinks, step, by_row=self._by_row)
-            self._run_composed(plan, attention, step, work, on_layer, before_layer)
-        return self._logits(plan, work.x, compiled=count <= self._few_rows or self._by_row)
+            self._run_by_layer(plan, self._parts(plan, cache, step, work), step, work, on_layer, before_layer)
+        return self._logits(plan, work.x)
 
     def _enter(self, plan: FlatBatch, x: kernels.Floats) -> None:
         """Write what enters the first layer that the step computes to `x` [N, d]."""
         if plan.inputs is not None:
             x[:] = plan.inputs.numpy()
             return
-        np.take(self._weights.embedding.numpy(), plan.token_ids, axis=0, out=x)
+        torch.from_numpy(x).copy_(self._weights.embedding[torch.from_numpy(plan.token_ids)])
         if self._config.embedding_scale != 1:
             x *= np.float32(self._config.embedding_scale)
 
-    def _run_compiled(
+    def _run_at_once(
         self, plan: FlatBatch, step: StepArrays, work: WorkBuffers, on_layer: LayerHook, before_layer: LayerHook
     ) -> None:
         rows, first, end = np.arange(len(work.x), dtype=np.int32), plan.span.first, plan.span.last + 1
@@ -240,135 +172,123 @@ class CompiledBackend:
             if own and before_layer is not None:
                 before_layer(kv_layer)
             if plan.only_kv and stop == end:
-                self._write_kv(layer, step, work)
+                kernels.begin_layer(layer, self._shape, self._arrays, step, work)
             else:
                 kernels.run_layers(layer, stop, self._shape, self._arrays, step, work, rows)
             if own and on_layer is not None:
                 on_layer(kv_layer)
 
-    def _write_kv(self, layer: int, step: StepArrays, work: WorkBuffers) -> None:
-        """Write a layer's KV by the same kernels as `run_layers`."""
-        arrays, width = self._arrays, work.qkv.shape[1]
-        kernels.rms_norm(work.x, arrays.attention_norm[layer], self._shape.eps, work.hidden)
-        scale, bias = arrays.qkv_scale[layer], arrays.qkv_bias[layer]
-        kernels.project(work.hidden, arrays.qkv[layer], scale, bias, work.qkv, False, width, work)
-        kernels.place_rows(layer, self._shape, arrays, step, work.qkv)
-
-    def _run_composed(
+    def _run_by_layer(
         self,
         plan: FlatBatch,
-        attention: ChunkAttention,
+        parts: Sequence[_Part],
         step: StepArrays,
         work: WorkBuffers,
         on_layer: LayerHook,
         before_layer: LayerHook,
     ) -> None:
-        shape, arrays = self._shape, self._arrays
-        hidden, qkv, mixed, gate_up, gated = (
-            torch.from_numpy(buffer) for buffer in (work.hidden, work.qkv, work.mixed, work.gate_up, work.gated)
-        )
-        queries = self._config.q_size
         for layer in range(plan.span.first, plan.span.last + 1):
             own, kv_layer = self._owns[layer], int(self._kv_layers[layer])
             _hand_out(plan, layer, work)
-            kernels.rms_norm(work.x, arrays.attention_norm[layer], shape.eps, work.hidden)
-            width = None if own else queries
-            self._project("qkv", layer, hidden, qkv, work, width=width)
             if own and before_layer is not None:
                 before_layer(kv_layer)
-            kernels.place_rows(layer, shape, arrays, step, work.qkv)
+            self._each(parts, partial(self._begin, layer))
             if own and on_layer is not None:
                 on_layer(kv_layer)
             if plan.only_kv and layer == plan.span.last:
                 return
             if step.coded.size:
-                kernels.decode_slots(layer, shape, step)
-            sinks, rows = arrays.sinks[layer], attention.short_rows
-            kernels.attend_rows(layer, rows, shape, sinks, step, work.qkv, work.scores, work.mixed)
-            attention.run(layer, work.qkv, work.mixed)
-            self._add("out", layer, mixed, arrays.attention_post_norm[layer], work)
-            kernels.rms_norm(work.x, arrays.mlp_norm[layer], shape.eps, work.hidden)
-            place = int(self._mlp_places[layer])
-            if self._sparse[layer]:
-                self._add_experts(place, hidden, work)
-                continue
-            self._project("gate_up", place, hidden, gate_up, work)
-            kernels.gate(work.gate_up, shape.gelu, work.gated)
-            self._add("down", place, gated, arrays.mlp_post_norm[layer], work)
+                kernels.decode_slots(layer, self._shape, step)
+            self._each(parts, partial(self._finish, layer))
 
-    def _add_experts(self, place: int, hidden: torch.Tensor, work: WorkBuffers) -> None:
-        """Add what the experts of a layer make of hidden [N, d] to work.x."""
-        weights = self._weights
-        torch.mm(hidden, weights.router[place], out=torch.from_numpy(work.router))
-        kernels.choose_experts(work.router, self._shape.experts_scaled, work.chosen, work.shares)
-        for expert in np.unique(work.chosen).tolist():
-            count = kernels.take_rows(expert, work.hidden, work)
-            rows, gate_up, gated, out = (
-                torch.from_numpy(buffer[:count])
-                for buffer in (work.expert_in, work.expert_gate_up, work.expert_gated, work.expert_out)
+    def _begin(self, layer: int, part: _Part) -> None:
+        kernels.begin_layer(layer, self._shape, self._arrays, part.step, part.work)
+
+    def _finish(self, layer: int, part: _Part) -> None:
+        """Compute a part's attention, and what follows in the layer."""
+        shape, arrays, step, work = self._shape, self._arrays, part.step, part.work
+        sinks = arrays.sinks[layer]
+        kernels.attend_rows(layer, part.short_rows, shape, sinks, step, work.qkv, work.scores, work.mixed)
+        for context in part.contexts[step.layer_groups[layer]]:
+            kernels.attend_tiles(
+                layer, context.table, context.tiles, shape, sinks, step, work.qkv, part.buffers, work.mixed
             )
-            torch.mm(rows, weights.experts_gate_up[place, expert], out=gate_up)
-            kernels.gate(gate_up.numpy(), self._shape.gelu, gated.numpy())
-            torch.mm(gated, weights.experts_down[place, expert], out=out)
-            kernels.put_made(count, work)
-        kernels.add_made(work, work.x)
+        kernels.finish_layer(layer, shape, arrays, step, work)
 
-    def _add(self, name: str, layer: int, a: torch.Tensor, post_norm: kernels.Floats, work: WorkBuffers) -> None:
-        """Add a linear layer's output to work.x, normalised if `post_norm` [d | 0] is not empty; overwrites
-        work.hidden.
-        """
-        if post_norm.size:
-            self._project(name, layer, a, torch.from_numpy(work.hidden), work)
-            kernels.add_normed(work.hidden, post_norm, self._shape.eps, work.x)
-        else:
-            self._project(name, layer, a, torch.from_numpy(work.x), work, accumulate=True)
-
-    def _project(
-        self,
-        name: str,
-        layer: int,
-        a: torch.Tensor,
-        out: torch.Tensor,
-        work: WorkBuffers,
-        *,
-        accumulate: bool = False,
-        width: int | None = None,
-    ) -> None:
-        """Compute out (+)= a @ weight + bias of a linear layer, of it the first `width` columns."""
-        weight, scale, bias = self._weights.linear(name, layer, width)
-        if scale.numel():
-            rows, depth = a.shape
-            steps = work.steps[: rows * depth].reshape(rows, depth)
-            products = work.products[: rows * weight.shape[1]].reshape(rows, -1)
-            kernels.quantise_tokens(a.numpy(), steps, work.token_scales)
-            torch.mm(torch.from_numpy(steps), weight, out=torch.from_numpy(products))
-            kernels.scale_products(products, work.token_scales, scale.numpy(), bias.numpy(), out.numpy(), accumulate)
+    def _each(self, parts: Sequence[_Part], function: Callable[[_Part], None]) -> None:
+        """Call the function for each part, on threads if there are several."""
+        if len(parts) == 1:
+            function(parts[0])
             return
-        out = out[:, :width]
-        if accumulate:
-            if bias.numel():
-                out += bias
-            out.addmm_(a, weight)
-        elif bias.numel():
-            torch.addmm(bias, a, weight, out=out)
-        else:
-            torch.mm(a, weight, out=out)
+        if self._threads is None or self._num_threads < len(parts):
+            self._num_threads = len(parts)
+            self._threads = ThreadPoolExecutor(len(parts), "engine")
+        for _ in self._threads.map(function, parts):
+            pass
 
-    def _logits(self, plan: FlatBatch, x: kernels.Floats, *, compiled: bool) -> torch.Tensor:
-        cap, logits = self._config.logits_softcap, self._plain_logits(plan, x, compiled=compiled)
-        return torch.tanh_(logits.div_(cap)).mul_(cap) if cap else logits
-
-    def _plain_logits(self, plan: FlatBatch, x: kernels.Floats, *, compiled: bool) -> torch.Tensor:
+    def _logits(self, plan: FlatBatch, x: kernels.Floats) -> torch.Tensor:
         last = x[plan.logits_rows]
         normed = np.empty_like(last)
         kernels.rms_norm(last, self._weights.final_norm.numpy(), self._shape.eps, normed)
-        if not compiled:
-            return torch.from_numpy(normed) @ self._weights.head.t()
         logits = torch.empty(len(last), self._config.vocab_size)
-        kernels.multiply_head(normed, self._weights.head.numpy(), logits.numpy())
-        return logits
+        kernels.multiply_head(normed, self._head, logits.numpy())
+        cap = self._config.logits_softcap
+        return torch.tanh_(logits.div_(cap)).mul_(cap) if cap else logits
 
-    def _work(self, rows: int, positions: int) -> WorkBuffers:
+    def _parts(self, plan: FlatBatch, cache: PagedCache, step: StepArrays, work: WorkBuffers) -> list[_Part]:
+        rows, threads = len(work.x), torch.get_num_threads()
+        # Later rows of a prompt see more keys: with two parts per thread, those that end early help the others.
+        count = max(1, min(2 * threads, rows // _LEAST_PART)) if threads > 1 else 1
+        are_long = (plan.sizes > _SHORT_CHUNK) & (not self._by_row)
+        long_chunks, short = np.flatnonzero(are_long).tolist(), ~are_long[plan.row_chunk]
+        parts = []
+        for n in range(count):
+            begin, end = rows * n // count, rows * (n + 1) // count
+            contexts = _part_contexts(plan, cache, step.read_tables, long_chunks, begin, end)
+            short_rows = np.flatnonzero(short[begin:end]).astype(np.int32)
+            part_step, part_work = (step, work) if count == 1 else self._part(step, work, n, begin, end)
+            parts.append(_Part(part_step, part_work, short_rows, contexts, self._tile_buffers(n, cache, contexts)))
+        return parts
+
+    def _part(
+        self, step: StepArrays, work: WorkBuffers, number: int, begin: int, end: int
+    ) -> tuple[StepArrays, WorkBuffers]:
+        """Return the arrays and the buffers of rows begin..end-1."""
+        here = slice(begin, end)
+        part_step = step._replace(
+            positions=step.positions[here],
+            row_tables=np.ascontiguousarray(step.row_tables[:, here]),
+            row_firsts=np.ascontiguousarray(step.row_firsts[:, here]),
+            angles=step.angles[here],
+        )
+        own: dict[str, Any] = {
+            name: self._buffer(f"{name} {number}", getattr(work, name).size) for name in ("scores", "packed")
+        }
+        rows = len(work.x)
+        for name, buffer in work._asdict().items():
+            if name not in own:
+                each = len(buffer) // rows
+                own[name] = buffer[begin * each : end * each]
+        return part_step, WorkBuffers(**own)
+
+    def _tile_buffers(self, number: int, cache: PagedCache, contexts: list[list[_Context]]) -> TileBuffers:
+        """Return buffers for the largest tile and table of the contexts."""
+        every = [context for of_group in contexts for context in of_group]
+        head_dim, shared = self._shape.head_dim, self._shape.heads // self._shape.kv_heads
+        positions = max((len(c.table) * cache.block_tokens + kernels.LANES for c in every), default=0)
+        rows = shared * max((int(c.tiles[:, 1].max()) for c in every), default=0)
+        keys = max((int(c.tiles[:, 3].max()) + kernels.LANES for c in every), default=0)
+        width = head_dim + -head_dim % kernels.LANES
+        return TileBuffers(
+            keys=self._buffer(f"keys {number}", positions * head_dim),
+            values=self._buffer(f"values {number}", positions * width),
+            queries=self._buffer(f"queries {number}", rows * head_dim),
+            scores=self._buffer(f"tile scores {number}", rows * keys),
+            mixed=self._buffer(f"tile mixed {number}", rows * width),
+            norms=self._buffer(f"norms {number}", rows),
+        )
+
+    def _work(self, rows: int) -> WorkBuffers:
         c = self._config
         qkv, f, size = c.q_size + 2 * c.kv_size, c.intermediate_size, self._shape.expert_size
         experts, per_token = (c.experts.count, c.experts.per_token) if c.experts else (0, 0)
@@ -377,17 +297,18 @@ class CompiledBackend:
         def buffer(name: str, width: int) -> kernels.Floats:
             return self._buffer(name, rows * width).reshape(rows, width)
 
-        return WorkBuffers(
+        work = WorkBuffers(
             x=buffer("x", c.hidden_size),
             hidden=buffer("hidden", c.hidden_size),
             qkv=buffer("qkv", qkv),
             mixed=buffer("mixed", c.q_size),
             gate_up=buffer("gate_up", 2 * f),
             gated=buffer("gated", f),
-            scores=self._buffer("scores", positions + kernels.LANES),
+            scores=self._buffer("scores", c.max_positions + kernels.LANES),
             steps=self._buffer("steps", c.int8_linears * rows * max(c.hidden_size, c.q_size, f)),
             products=self._buffer("products", c.int8_linears * rows * max(c.hidden_size, qkv, 2 * f)),
             token_scales=self._buffer("token_scales", c.int8_linears * rows),
+            packed=self._buffer("packed", kernels.PACKED),
             router=buffer("router", experts),
             chosen=np.empty((rows, per_token), np.int32),
             shares=buffer("shares", per_token),
@@ -398,6 +319,9 @@ class CompiledBackend:
             expert_out=buffer("expert_out", expert_width),
             made=self._buffer("made", rows * per_token * expert_width).reshape(rows * per_token, expert_width),
         )
+        if rows <= FEW_ROWS:
+            self._works[rows] = work
+        return work
 
     def _buffer(self, name: str, size: int) -> kernels.Floats:
         if name not in self._buffers or self._buffers[name].size < size:

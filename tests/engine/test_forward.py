@@ -153,11 +153,11 @@ def test_on_layer_comes_in_order_when_the_layers_kv_is_there(backend, sizes, mod
     assert seen == list(range(model.config.num_layers))
 
 
-def test_batch_invariant_logits_are_equal_bit_for_bit(models, runner):
+@pytest.mark.parametrize("block_tokens", [4, 16])
+def test_batch_invariant_logits_are_equal_bit_for_bit(models, runner, block_tokens):
     model = models("qwen2-two-groups", batch_invariant=True)
-    runs = [runner(model, [70, 30], block_tokens=n) for n in (4, 16)]
-    whole = runs[0].step((0, 0, 70))[0]
-    other = runs[1]
+    whole = runner(model, [70, 30], block_tokens=block_tokens).step((0, 0, 70))[0]
+    other = runner(model, [70, 30], block_tokens=block_tokens)
     other.step((0, 0, 23), (1, 0, 17))
     other.step((1, 17, 1), (0, 23, 46))
     assert np.array_equal(other.step((0, 69, 1), (1, 18, 12))[0], whole)
@@ -178,20 +178,21 @@ def test_warming_up_runs_every_kind_of_step(models):
         models("qwen2-two-groups", backend=backend).warm_up()
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_long_chunks_agree_however_many_threads(threads, models, runner):
-    """Few threads and many take different attention paths."""
-    model = models("qwen2-two-groups")
-    run = runner(model, [300])
-    want = model.score(run.sequences[0])
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+@pytest.mark.parametrize("name", ["qwen2-two-groups", "mixtral", "llama"])
+def test_long_chunks_give_the_same_bits_on_any_number_of_threads(name, models, runner):
+    model, steps = models(name), (((0, 0, 50), (1, 0, 3)), ((0, 50, 250), (1, 3, 1)))
+    found, before = [], torch.get_num_threads()
     try:
-        for start, size in ((0, 50), (50, 250)):
-            logits = run.step((0, start, size))[0]
-            np.testing.assert_allclose(logits, want[start + size - 1], atol=TOLERANCE, rtol=0)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            run = runner(model, [300, 4])
+            found.append(np.concatenate([np.stack(run.step(*step)) for step in steps]))
     finally:
         torch.set_num_threads(before)
+    want = [model.score(ids) for ids in run.sequences]
+    np.testing.assert_allclose(found[0], [want[0][49], want[1][2], want[0][299], want[1][3]], atol=TOLERANCE, rtol=0)
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
 
 
 def test_forward_runs_in_memory_that_is_given(models, runner):
