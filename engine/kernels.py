@@ -456,6 +456,14 @@ def _exp(x: np.float32) -> np.float32:
     return (poly * r * r + r + np.float32(1.0)) * scale
 
 
+class _Submatrix(NamedTuple):
+    """Where a matrix lies in an array, in elements."""
+
+    begin: int
+    row: int  # distance of its rows
+    width: int  # a multiple of 16
+
+
 @_kernel(_CONTRACT)
 def multiply(
     a: Floats, weight: Stored, bias: Floats, out: Floats, accumulate: bool, width: int, packed: Floats
@@ -477,14 +485,16 @@ def multiply(
         count = min(_DEPTH_AT_ONCE, depth - k)
         if rows < _PACKED_ROWS:
             for j in range(0, whole, _COLUMNS_AT_ONCE):
-                _add_products(a, k, count, weight, k * row + j, row, min(_COLUMNS_AT_ONCE, whole - j), out, j)
+                _add_products(
+                    a, k, count, weight, _Submatrix(k * row + j, row, min(_COLUMNS_AT_ONCE, whole - j)), out, j
+                )
             continue
         for j in range(0, whole, _STRIP):
             columns = min(_STRIP, whole - j)
             for n in range(count):
                 for c in range(columns):
                     packed[n * _STRIP + c] = value_of(weight, (k + n) * row + j + c)
-            _add_products(a, k, count, packed, 0, _STRIP, columns, out, j)
+            _add_products(a, k, count, packed, _Submatrix(0, _STRIP, columns), out, j)
     for i in range(rows if whole < width else 0):
         for k in range(depth):
             x = a[i, k]
@@ -493,13 +503,12 @@ def multiply(
 
 
 @_kernel(_CONTRACT)
-def _add_products(
-    a: Floats, k: int, depth: int, weight: Stored, w: int, w_row: int, width: int, out: Floats, column: int
-) -> None:
-    """Add a[:, k : k + depth] times a matrix [depth, width] to out from `column` on; `width` is a multiple of 16.
+def _add_products(a: Floats, k: int, depth: int, weight: Stored, part: _Submatrix, out: Floats, column: int) -> None:
+    """Add a[:, k : k + depth] times a matrix [depth, width] to out from `column` on.
 
-    The matrix begins at element `w` of `weight`, and its rows are `w_row` elements apart.
+    The matrix is a part of `weight`.
     """
+    w, w_row, width = part
     rows, a_row, row = a.shape[0], a.shape[1], out.shape[1]
     i = rows - rows % 8
     pairs = width - width % 32
@@ -956,16 +965,15 @@ def attend_tiles(
     shape: DecoderDims,
     sinks: Floats,
     step: StepArrays,
-    qkv: Floats,
+    work: WorkBuffers,
     buffers: TileBuffers,
-    out: Floats,
 ) -> None:
-    """Compute attention of a chunk's tiles of qkv [N, Q + 2K] over the slots in `table` into out [N, Q].
+    """Compute attention of a chunk's tiles of work.qkv over the slots in `table` into work.mixed.
 
     A tile [5] is its first row, its number of rows, the index of its first key, its number of keys, and the position of
     its first query minus that of its first key. `sinks` are those of the layer, [heads | 0].
     """
-    heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
+    heads, kv_heads, head_dim, qkv, out = shape.heads, shape.kv_heads, shape.head_dim, work.qkv, work.mixed
     shared, window = heads // kv_heads, step.windows[step.layer_groups[layer]]
     row = table.size * step.block_tokens + LANES  # keys are multiplied by whole vectors
     width = (head_dim + LANES - 1) // LANES * LANES
@@ -982,7 +990,7 @@ def attend_tiles(
                 column = (h * shared + r % shared) * head_dim
                 queries[r] = qkv[first + r // shared, column : column + head_dim]
             scores[:] = np.float32(0.0)
-            _add_products(queries, 0, head_dim, buffers.keys, key, row, scored, scores, 0)
+            _add_products(queries, 0, head_dim, buffers.keys, _Submatrix(key, row, scored), scores, 0)
             for r in range(rows):
                 end = offset + r // shared + 1
                 sink = sinks[h * shared + r % shared] if sinks.size else _NO_SINK
@@ -990,7 +998,7 @@ def attend_tiles(
             mixed[:] = np.float32(0.0)
             for k in range(0, keys, _DEPTH_AT_ONCE):
                 at, depth = (key + k) * width, min(_DEPTH_AT_ONCE, keys - k)
-                _add_products(scores, k, depth, buffers.values, at, width, width, mixed, 0)
+                _add_products(scores, k, depth, buffers.values, _Submatrix(at, width, width), mixed, 0)
             for r in range(rows):
                 column = (h * shared + r % shared) * head_dim
                 y, norm = out[first + r // shared, column : column + head_dim], buffers.norms[r]

@@ -30,7 +30,7 @@ _QUERY_TILE = 64
 
 @dataclass(frozen=True)
 class _Context:
-    """What tiles of one chunk read in one KV group."""
+    """The tiles of one chunk and the slots that they read in one KV group."""
 
     table: kernels.Ints
     tiles: kernels.Ints  # [T, 5], as `kernels.attend_tiles`
@@ -210,9 +210,7 @@ class CompiledBackend:
         sinks = arrays.sinks[layer]
         kernels.attend_rows(layer, part.short_rows, shape, sinks, step, work.qkv, work.scores, work.mixed)
         for context in part.contexts[step.layer_groups[layer]]:
-            kernels.attend_tiles(
-                layer, context.table, context.tiles, shape, sinks, step, work.qkv, part.buffers, work.mixed
-            )
+            kernels.attend_tiles(layer, context.table, context.tiles, shape, sinks, step, work, part.buffers)
         kernels.finish_layer(layer, shape, arrays, step, work)
 
     def _each(self, parts: Sequence[_Part], function: Callable[[_Part], None]) -> None:
