@@ -200,7 +200,8 @@ def fingerprint_of(folder: Path) -> str:
     check_tensors(folder, config, tensors)
     with open_checkpoint(folder, tensors) as checkpoint:
         for name in tensor_shapes(config):
-            checkpoint.read(name)
+            with checkpoint.reading(name):
+                pass
         return _fingerprint(config, checkpoint.digest())
 
 
