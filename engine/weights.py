@@ -27,9 +27,10 @@ from engine.packed_weights import unpacked
 
 
 class Checkpoint:
-    """An open checkpoint that hashes every tensor it reads."""
+    """An open checkpoint that hashes every tensor it reads, if it `hashes`."""
 
-    def __init__(self, files: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, files: Mapping[str, Any], tensors: Mapping[str, StoredTensor], *, hashes: bool) -> None:
+        self.hashes = hashes
         self._files = files
         self._tensors = tensors
         self._hashes: dict[str, bytes] = {}
@@ -39,13 +40,15 @@ class Checkpoint:
         """Context with the tensor in its stored dtype, in the mapped file. It must not be used afterwards."""
         tensor: torch.Tensor = self._files[self._tensors[name].file].get_tensor(name)
         raw = tensor.contiguous().view(-1).view(torch.uint8)
-        header = f"{name}:{tensor.dtype}:{list(tensor.shape)}".encode()
-        self._hashes[name] = blake3(header).update(raw.numpy().data).digest()
+        if self.hashes:
+            header = f"{name}:{tensor.dtype}:{list(tensor.shape)}".encode()
+            self._hashes[name] = blake3(header).update(raw.numpy().data).digest()
         yield tensor
         _give_back_pages(raw)
 
     def digest(self) -> bytes:
         """Return 32 bytes over names, dtypes, shapes and contents of all tensors read, independent of sharding."""
+        assert self.hashes
         total = blake3()
         for name in sorted(self._hashes):
             total.update(self._hashes[name])
@@ -61,7 +64,7 @@ def _give_back_pages(raw: torch.Tensor) -> None:
 
 
 @contextmanager
-def open_checkpoint(folder: Path, tensors: Mapping[str, StoredTensor]) -> Iterator[Checkpoint]:
+def open_checkpoint(folder: Path, tensors: Mapping[str, StoredTensor], *, hashes: bool = True) -> Iterator[Checkpoint]:
     """Open the files that hold the `tensors` returned by `stored_tensors`. Raises `CheckpointDamaged`."""
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -70,7 +73,7 @@ def open_checkpoint(folder: Path, tensors: Mapping[str, StoredTensor]) -> Iterat
                 files[name] = stack.enter_context(safe_open(folder / name, framework="pt", device="cpu"))
             except SafetensorError as error:
                 raise CheckpointDamaged(f"{folder / name} is not a well-formed safetensors file: {error}") from error
-        yield Checkpoint(files, tensors)
+        yield Checkpoint(files, tensors, hashes=hashes)
 
 
 @dataclass(frozen=True)

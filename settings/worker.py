@@ -182,6 +182,13 @@ class EngineSettings(SettingsGroup):
     max_model_len: Annotated[
         int, Key("Maximum tokens of a prompt and its answer together", low=0, default_text="the model's own")
     ] = 0
+    digest_cache: Annotated[
+        Literal["on", "off"],
+        Key(
+            "Whether workers keep the digests of weights in the user's cache folder, and trust them while the files "
+            "are unchanged; off: every start hashes all weights"
+        ),
+    ] = "on"
     worker_drain_grace_s: Annotated[
         float,
         Key(

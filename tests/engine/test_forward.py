@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine import ForwardBatch, InvalidBatch, PagedCache, SequenceChunk, load_model
+from engine.backends.registry import BATCH_INVARIANT
 
 TOLERANCE = 1e-4
 BACKENDS = ["compiled", "torch"]
@@ -154,7 +155,7 @@ def test_on_layer_comes_in_order_when_the_layers_kv_is_there(backend, sizes, mod
 
 
 def test_batch_invariant_logits_are_equal_bit_for_bit(models, runner):
-    model = models("qwen2-two-groups", batch_invariant=True)
+    model = models("qwen2-two-groups", backend=BATCH_INVARIANT)
     runs = [runner(model, [70, 30], block_tokens=n) for n in (4, 16)]
     whole = runs[0].step((0, 0, 70))[0]
     other = runs[1]
