@@ -366,6 +366,9 @@ def default_scale_group(head_dim: int) -> int:
     return max(head_dim // 2, 1)
 
 
+_SCALE_GROUP = "--kv-int8-group (kv_scale_group)"
+
+
 def with_int8_kv(config: ModelConfig, scale_group: int) -> ModelConfig:
     """Return the model with its KV in int8, of which `scale_group` values share a scale (0: the default, or its own).
 
@@ -373,10 +376,13 @@ def with_int8_kv(config: ModelConfig, scale_group: int) -> ModelConfig:
     """
     own, head_dim = config.kv_scale_group, config.head_dim
     if own and scale_group not in (0, own):
-        raise ConfigInvalid(f"kv_scale_group must be that of the model, {own}, or omitted, got {scale_group}")
+        raise ConfigInvalid(f"{_SCALE_GROUP} must be that of the model, {own}, or omitted, got {scale_group}")
     group = own or scale_group or default_scale_group(head_dim)
     if head_dim % group:
-        raise ConfigInvalid(f"kv_scale_group must divide the model's head_dim ({head_dim}), got {group}")
+        fitting = ", ".join(str(size) for size in range(1, head_dim + 1) if not head_dim % size)
+        raise ConfigInvalid(
+            f"{_SCALE_GROUP} must divide the model's head_dim ({head_dim}), got {group}: use one of {fitting}"
+        )
     return replace(config, kv_scale_group=group)
 
 

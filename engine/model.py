@@ -3,29 +3,31 @@
 import hashlib
 import json
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.backends.compiled import CompiledBackend
 from engine.backends.interface import Backend
 from engine.backends.registry import AUTO, BackendKind, Placement, choose_backend
 from engine.batch import FlatBatch, ForwardBatch, LayerHook, SequenceChunk, flatten_batch
 from engine.cache import DTYPES, PagedCache
 from engine.config import SILU, KvGroupShape, ModelConfig, read_config, with_int8_kv
 from engine.dense import score_dense
-from engine.errors import BackendUnavailable, CacheMismatch, DeviceUnavailable, InvalidBatch
-from engine.folder import check_tensors, stored_tensors, tensor_shapes
+from engine.digest_cache import CheckpointState, DigestCache
+from engine.errors import CacheMismatch, CheckpointDamaged, DeviceUnavailable, InvalidBatch
+from engine.folder import StoredTensor, check_tensors, stored_tensors, tensor_shapes
 from engine.int8_rows import read_rows, stored_rows
 from engine.rolling import RollingWindow
 from engine.rope import RopeTable, rotated
 from engine.sampling import SamplingRow, sample
-from engine.weights import DecoderWeights, load_weights, open_checkpoint
+from engine.weights import Checkpoint, DecoderWeights, load_weights, open_checkpoint
 
+T = TypeVar("T")
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 
@@ -156,16 +158,16 @@ def load_model(
     threads: int | None = None,
     backend: str = AUTO,
     block_tokens: int | None = None,
-    batch_invariant: bool = False,
     kv_scale_group: int | None = None,
+    digests: DigestCache | None = None,
 ) -> Model:
     """Load a Hugging Face folder (config.json, and model.safetensors or its shards).
 
     With `dtype` "auto" the weights are float32 on the CPU and keep the checkpoint's dtype on CUDA. `threads` sets the
     number of torch's threads for the whole process. `backend` is a name of `engine.backends.registry`; `block_tokens`
-    are those of the caches that the model will have, if they are known. With `batch_invariant`, the logits of a row do
-    not depend on the rest of the batch (compiled backend only). With `kv_scale_group`, KV is rounded to int8 and so
-    many values share a scale (0: half of a row); without, KV is as the model's configuration has it. Raises
+    are those of the caches that the model will have, if they are known. With `kv_scale_group`, KV is rounded to int8
+    and so many values share a scale (0: half of a row); without, KV is as the model's configuration has it. With
+    `digests`, weights that were hashed before and have not changed since are not hashed again. Raises
     `ModelFormatError`, `UnsupportedModel`, `DeviceUnavailable` or `BackendUnavailable`.
     """
     folder = Path(path)
@@ -177,30 +179,53 @@ def load_model(
     kind = _dtype(dtype, config, target)
     if threads is not None:
         torch.set_num_threads(threads)
-    name = "compiled" if batch_invariant and backend == AUTO else backend
-    chosen = choose_backend(name, Placement(config, target, kind, block_tokens))
-    compiled = chosen.name == "compiled"
-    if batch_invariant and not compiled:
-        raise BackendUnavailable(f"only the backend compiled is batch_invariant, got {chosen.name}")
-    with open_checkpoint(folder, tensors) as checkpoint:
-        weights = load_weights(config, checkpoint, device=target, dtype=kind, as_stored=compiled)
-        fingerprint = _fingerprint(config, checkpoint.digest())
+    chosen = choose_backend(backend, Placement(config, target, kind, block_tokens))
+
+    def load(checkpoint: Checkpoint) -> DecoderWeights:
+        return load_weights(config, checkpoint, device=target, dtype=kind, as_stored=chosen.name == "compiled")
+
+    weights, fingerprint = _with_fingerprint(folder, config, tensors, load, digests)
     rope = RopeTable(config.ropes, config.head_dim, config.max_positions, target)
-    runner = CompiledBackend(config, weights, rope, batch_invariant=True) if batch_invariant else None
-    return Model(config, weights, chosen, runner or chosen.build(config, weights, rope), rope, fingerprint)
+    return Model(config, weights, chosen, chosen.build(config, weights, rope), rope, fingerprint)
 
 
-def fingerprint_of(folder: Path) -> str:
-    """Return the fingerprint that `load_model` gives the folder's model, from its files alone.
+def fingerprint_of(folder: Path, digests: DigestCache | None = None) -> str:
+    """Return the fingerprint that `load_model` gives the folder's model, from its files alone; `digests` as there.
 
     Raises `ModelFormatError` and `UnsupportedModel`.
     """
     config, tensors = read_config(folder), stored_tensors(folder)
     check_tensors(folder, config, tensors)
-    with open_checkpoint(folder, tensors) as checkpoint:
-        for name in tensor_shapes(config):
-            checkpoint.read(name)
-        return _fingerprint(config, checkpoint.digest())
+
+    def read_all(checkpoint: Checkpoint) -> None:
+        for name in tensor_shapes(config) if checkpoint.hashes else ():
+            with checkpoint.reading(name):
+                pass
+
+    return _with_fingerprint(folder, config, tensors, read_all, digests)[1]
+
+
+def _with_fingerprint(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, StoredTensor],
+    read: Callable[[Checkpoint], T],
+    digests: DigestCache | None,
+) -> tuple[T, str]:
+    """Return what `read` makes of the open checkpoint, of which it reads all tensors, and the model's fingerprint."""
+    state = found = None
+    if digests is not None:
+        state = CheckpointState.of({folder / tensor.file for tensor in tensors.values()}, tensor_shapes(config))
+        found = digests.find(state)
+    with open_checkpoint(folder, tensors, hashes=found is None) as checkpoint:
+        result = read(checkpoint)
+        digest = found or checkpoint.digest()
+    changed = state.changed_file() if state is not None else None
+    if changed is not None and found is not None:
+        raise CheckpointDamaged(f"{changed} changed while it was read: start again when the model is in place")
+    if digests is not None and state is not None and found is None and changed is None:
+        digests.store(state, digest)
+    return result, _fingerprint(config, digest)
 
 
 def _device(name: str) -> torch.device:

@@ -17,10 +17,10 @@ _WORD = 32
 
 def unpacked(packed: torch.Tensor, scales: torch.Tensor, of: PackedIntegers, inputs: int) -> torch.Tensor:
     """Return weights, float32 [outputs, inputs], of int32 [outputs, words] and their scales [outputs, groups]."""
-    shifts = torch.arange(0, _WORD, of.bits, dtype=torch.int32)
-    steps = (packed.unsqueeze(-1) >> shifts) & ((1 << of.bits) - 1)
-    wide = steps.flatten(1)[:, :inputs].float() - (1 << (of.bits - 1))
-    return (wide.reshape(*scales.shape, -1) * scales.float().unsqueeze(-1)).flatten(1)
+    shifts = torch.arange(0, _WORD, of.bits, dtype=torch.int32, device=packed.device)
+    steps = (packed.unsqueeze(-1) >> shifts).bitwise_and_((1 << of.bits) - 1)
+    wide = steps.flatten(1)[:, :inputs].float().sub_(1 << (of.bits - 1))
+    return wide.reshape(*scales.shape, -1).mul_(scales.float().unsqueeze(-1)).flatten(1)
 
 
 def pack_checkpoint(

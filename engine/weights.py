@@ -1,13 +1,18 @@
 """Decoder weights: read from safetensors checkpoints, stacked and fused in memory.
 
-A checkpoint's files are checked before use and its contents are hashed while they are read. All layers of one kind of
-weight form one tensor [layer, in, out], so that a kernel can index layers; q, k and v are one matrix, gate and up are
-one matrix. Matrices are stored [in, out] and multiplied from the left by row vectors.
+A checkpoint's files are checked before use, mapped, and hashed while they are read. A tensor goes from the mapped file
+to its place, on a GPU without a copy in host memory, and its pages are given back before the next one is read: loading
+takes the memory of the weights and of about one tensor. Afterwards no weight refers to the files.
+
+All layers of one kind of weight form one tensor [layer, in, out], so that a kernel can index layers; q, k and v are one
+matrix, gate and up are one matrix. Matrices are stored [in, out] and multiplied from the left by row vectors.
 """
 
+import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from mmap import MADV_DONTNEED, PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +36,24 @@ _DTYPES = {
 
 
 class Checkpoint:
-    """An open checkpoint that hashes every tensor it reads."""
+    """An open checkpoint that hashes every tensor it reads, if it `hashes`."""
 
-    def __init__(self, files: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, files: Mapping[str, Any], tensors: Mapping[str, StoredTensor], *, hashes: bool) -> None:
+        self.hashes = hashes
         self._files = files
         self._tensors = tensors
         self._hashes: dict[str, bytes] = {}
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return the tensor in its stored dtype, on the CPU."""
+    @contextmanager
+    def reading(self, name: str) -> Iterator[torch.Tensor]:
+        """Context with the tensor in its stored dtype, in the mapped file. It must not be used afterwards."""
         tensor: torch.Tensor = self._files[self._tensors[name].file].get_tensor(name)
         raw = tensor.contiguous().view(-1).view(torch.uint8)
-        header = f"{name}:{tensor.dtype}:{list(tensor.shape)}".encode()
-        self._hashes[name] = blake3(header).update(raw.numpy().data).digest()
-        return tensor
+        if self.hashes:
+            header = f"{name}:{tensor.dtype}:{list(tensor.shape)}".encode()
+            self._hashes[name] = blake3(header).update(raw.numpy().data).digest()
+        yield tensor
+        _give_back_pages(raw)
 
     def kind(self, name: str) -> torch.dtype:
         """Return the tensor's stored dtype, without reading it."""
@@ -52,14 +61,23 @@ class Checkpoint:
 
     def digest(self) -> bytes:
         """Return 32 bytes over names, dtypes, shapes and contents of all tensors read, independent of sharding."""
+        assert self.hashes
         total = blake3()
         for name in sorted(self._hashes):
             total.update(self._hashes[name])
         return total.digest()
 
 
+def _give_back_pages(raw: torch.Tensor) -> None:
+    """Unmap the whole pages of a tensor, uint8 [n], that nobody uses any more, until they are touched again."""
+    first = -(-raw.data_ptr() // PAGESIZE) * PAGESIZE
+    nbytes = (raw.data_ptr() + raw.nbytes) // PAGESIZE * PAGESIZE - first
+    if nbytes > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), MADV_DONTNEED)
+
+
 @contextmanager
-def open_checkpoint(folder: Path, tensors: Mapping[str, StoredTensor]) -> Iterator[Checkpoint]:
+def open_checkpoint(folder: Path, tensors: Mapping[str, StoredTensor], *, hashes: bool = True) -> Iterator[Checkpoint]:
     """Open the files that hold the `tensors` returned by `stored_tensors`. Raises `CheckpointDamaged`."""
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -68,7 +86,7 @@ def open_checkpoint(folder: Path, tensors: Mapping[str, StoredTensor]) -> Iterat
                 files[name] = stack.enter_context(safe_open(folder / name, framework="pt", device="cpu"))
             except SafetensorError as error:
                 raise CheckpointDamaged(f"{folder / name} is not a well-formed safetensors file: {error}") from error
-        yield Checkpoint(files, tensors)
+        yield Checkpoint(files, tensors, hashes=hashes)
 
 
 @dataclass(frozen=True)
@@ -137,11 +155,14 @@ def load_weights(
             return torch.float32
         return torch.int8 if config.int8_linears and field in _INT8_MATRICES else stored.get(field, dtype)
 
-    def place(name: str, field: str = "") -> torch.Tensor:
-        return checkpoint.read(name).to(device=device, dtype=dtype_of(field))
+    def converted(tensor: torch.Tensor, field: str) -> torch.Tensor:
+        placed = tensor.to(device).to(dtype_of(field))
+        return placed + config.norm_offset if field.endswith("norm") else placed
 
-    def place_norm(name: str, field: str = "norm") -> torch.Tensor:
-        return place(name, field) + config.norm_offset
+    def place(name: str, field: str = "") -> torch.Tensor:
+        with checkpoint.reading(name) as tensor:
+            placed = converted(tensor, field)
+            return placed.clone() if placed is tensor else placed
 
     stacked = {
         field: torch.empty(shape, device=device, dtype=dtype_of(field))
@@ -149,32 +170,34 @@ def load_weights(
     }
     for layer in range(config.num_layers):
         for part in layer_parts(config, layer):
+            columns = slice(part.first_column, part.first_column + part.shape[0])
+            target = stacked[part.field][part.place][..., columns]
             if part.packed is not None:
-                tensor = _unpacked(checkpoint, part, layer).to(device=device, dtype=dtype).t()
-            else:
-                read = place_norm if part.field.endswith("norm") else place
-                tensor = read(part.in_layer(layer), part.field).t()  # t() leaves vectors as they are
-            columns = slice(part.first_column, part.first_column + tensor.shape[-1])
-            stacked[part.field][part.place][..., columns] = tensor
+                target[:] = _unpacked(checkpoint, part, layer, device).t()
+                continue
+            with checkpoint.reading(part.in_layer(layer)) as tensor:
+                target[:] = converted(tensor, part.field).t()  # t() leaves vectors as they are
     embedding = place(EMBEDDING, "embedding")
     return DecoderWeights(
         dtype=dtype,
         embedding=embedding,
-        final_norm=place_norm(FINAL_NORM),
+        final_norm=place(FINAL_NORM, "norm"),
         head=embedding if config.tie_word_embeddings else place(HEAD, "head"),
         **stacked,
     )
 
 
-def _unpacked(checkpoint: Checkpoint, part: TensorPart, layer: int) -> torch.Tensor:
-    """Return a packed matrix, float32 [outputs, inputs]. Raises `CheckpointDamaged`."""
+def _unpacked(checkpoint: Checkpoint, part: TensorPart, layer: int, device: torch.device) -> torch.Tensor:
+    """Return a packed matrix on the device, float32 [outputs, inputs]. Raises `CheckpointDamaged`."""
     assert part.packed is not None
-    packed, scales, shape = (checkpoint.read(name) for name in part.stored(layer))
-    if tuple(shape.tolist()) != part.shape:
-        raise CheckpointDamaged(
-            f"{part.in_layer(layer)}_shape must be {list(part.shape)}, got {shape.tolist()}: the weights are damaged"
-        )
-    return unpacked(packed, scales, part.packed, part.shape[1])
+    with ExitStack() as stack:
+        packed, scales, shape = (stack.enter_context(checkpoint.reading(name)) for name in part.stored(layer))
+        if tuple(shape.tolist()) != part.shape:
+            raise CheckpointDamaged(
+                f"{part.in_layer(layer)}_shape must be {list(part.shape)}, got {shape.tolist()}: the weights are "
+                "damaged"
+            )
+        return unpacked(packed.to(device), scales.to(device), part.packed, part.shape[1])
 
 
 _INT8_MATRICES = ("qkv", "out", "gate_up", "down")

@@ -138,6 +138,8 @@ def _option(declared: Setting, flag: str, *aliases: str, hidden: bool = False) -
     names = [flag, *aliases]
     kind: Any = list[str] if declared.kind is tuple else str
     metavar: str | None = "|".join(declared.choices) or _METAVARS.get(declared.kind)
+    if declared.key.none_word:
+        metavar = f"{metavar}|{declared.key.none_word}"
     if declared.kind is bool:
         kind, metavar, names[0] = bool, None, f"{flag}/--no-{flag[2:]}"
     option = typer.Option(

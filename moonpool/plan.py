@@ -132,14 +132,16 @@ class Planner:
         worker_index, self._num_workers = self._num_workers, self._num_workers + 1
         entry = self.groups[group].model
         host, engine = worker_index % self._config.topology.pool_nodes, entry.engine(self._config.engine)
-        threads = engine_threads(engine.threads, sum(count for _, count in self._initial_counts()), self._cores)
+        num_workers = sum(count for _, count in self._initial_counts())
+        threads = engine_threads(engine.threads, num_workers, self._cores)
         own = {
-            **entry.settings,
+            **entry.plain_settings,
             "model": str(entry.path),
             "served_model_name": list(entry.names),
             "host_id": self._host_id(host),
             "pool": self._target(f"pool-{host}"),
             "worker_index": worker_index,
+            "host_workers": 1 if self._spread else num_workers,
             "threads": threads,
         }
         return self._plan(

@@ -81,12 +81,15 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
 
     paced = config.engine.engine == "paced"
     device = "cpu" if paced else choose_device(config.engine.device, config.worker.worker_index)
+    host_workers = config.worker.host_workers
     return WorkerConfig(
         node=replace(config.node, node_id=node_id),
         listen=config.listen,
         host=config.host,
         conductor_targets=config.conductor.conductor,
         pool_target=config.worker.pool,
+        num_device_workers=device_workers(config.engine.device, device, host_workers),
+        num_host_workers=host_workers,
         model=config.model,
         blocks=config.blocks,
         engine=replace(config.engine, device=device, threads=engine_threads(config.engine.threads, 1, usable_cores())),
@@ -136,6 +139,15 @@ def choose_device(device: str, worker_index: int) -> str:
     if num_gpus:
         return f"cuda:{worker_index % num_gpus}"
     return "cpu" if device == "auto" else device
+
+
+def device_workers(device: str, chosen: str, host_workers: int) -> int:
+    """Return how many of the host's workers `choose_device(device)` places on the device `chosen`, at most."""
+    if device not in ("auto", "cuda") or not chosen.startswith("cuda"):
+        return host_workers
+    import torch
+
+    return -(-host_workers // torch.cuda.device_count())
 
 
 def gpu_of(device: str) -> int | None:

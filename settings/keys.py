@@ -28,7 +28,9 @@ __all__ = [
     "flag_of",
     "flatten",
     "group_settings",
+    "kind_text",
     "parse_size",
+    "plain",
     "replaced",
     "variable_of",
 ]
@@ -66,6 +68,7 @@ class Key:
     flag: str = ""  # if it differs from the key's name
     former_names: tuple[str, ...] = ()  # earlier YAML keys; they, their variables and flags are still accepted
     panel: str = ""  # heading in --help, if it differs from the group's
+    none_word: str = ""  # what users write for None, if that is a choice and not the absence of one, e.g. "auto"
     item: type[Item] | None = None  # element type of a list of other than strings; in a text they are separated by ";"
 
 
@@ -214,8 +217,17 @@ def flatten(composite: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, group in composite_groups(type(composite)).items():
         for key, declared in group_settings(group).items():
-            values[key] = _plain(getattr(getattr(composite, name), declared.field))
+            values[key] = plain(declared, getattr(getattr(composite, name), declared.field))
     return values
+
+
+def plain(declared: Setting, value: Any) -> Any:
+    """Return a setting's value as plain YAML."""
+    if value is None and declared.key.none_word:
+        return declared.key.none_word
+    if isinstance(value, tuple):
+        return [item if isinstance(item, str) else item.plain() for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def check(declared: Setting, value: Any, source: str) -> None:
@@ -224,12 +236,19 @@ def check(declared: Setting, value: Any, source: str) -> None:
         return
     right_type = isinstance(value, declared.kind) and not (isinstance(value, bool) and declared.kind is not bool)
     if not right_type:
-        raise InvalidSetting(f"{source} must be {_KIND_TEXTS.get(declared.kind, 'a list of strings')}, got {value!r}")
+        raise InvalidSetting(f"{source} must be {kind_text(declared)}, got {value!r}")
     if declared.choices and value not in declared.choices:
         raise InvalidSetting(f"{source} must be one of {', '.join(declared.choices)}, got {value!r}")
     low, high = declared.key.low, declared.key.high
     if not ((low is None or value >= low) and (high is None or value <= high)):  # so that NaN is rejected
-        raise InvalidSetting(f"{source} must be {_range_text(declared.key)}, got {value!r}")
+        word = f", or {declared.key.none_word}" if declared.key.none_word else ""
+        raise InvalidSetting(f"{source} must be {_range_text(declared.key)}{word}, got {value!r}")
+
+
+def kind_text(declared: Setting) -> str:
+    """Return what a value of the setting must be, for errors."""
+    word = f" or {declared.key.none_word}" if declared.key.none_word else ""
+    return _KIND_TEXTS.get(declared.kind, "a list of strings") + word
 
 
 def parse_path(text: str) -> Path:
@@ -274,12 +293,6 @@ def _kind(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
     if get_origin(hint) is Literal:
         return str, False, get_args(hint)
     return get_origin(hint) or hint, False, ()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [item if isinstance(item, str) else item.plain() for item in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def _range_text(key: Key) -> str:

@@ -15,6 +15,7 @@ __all__ = [
     "KvSettings",
     "ModelSettings",
     "WorkerSettings",
+    "auto_capacity_problem",
     "name_of_model",
 ]
 
@@ -133,7 +134,24 @@ class EngineSettings(SettingsGroup):
     threads: Annotated[
         int, Key("CPU threads of each engine process", low=0, high=1024, default_text="an equal share of the cores")
     ] = 0
-    capacity_tokens: Annotated[int, Key("Capacity of an engine's KV cache in tokens", low=1)] = 32768
+    capacity_tokens: Annotated[
+        int | None,
+        Key(
+            "Capacity of an engine's KV cache in tokens; auto: what the memory that is free after the weights are "
+            "loaded holds, at most max_batch sequences of max_model_len",
+            low=1,
+            none_word="auto",
+        ),
+    ] = 32768
+    memory_fraction: Annotated[
+        float,
+        Key(
+            "Share of the device's free memory that a worker uses for steps and KV with --capacity-tokens auto",
+            low=0,
+            high=1,
+            default_text="0.9 of a GPU's, 0.5 of a host's, divided by the workers there",
+        ),
+    ] = 0.0
     window_slots: Annotated[
         int,
         Key(
@@ -164,6 +182,13 @@ class EngineSettings(SettingsGroup):
     max_model_len: Annotated[
         int, Key("Maximum tokens of a prompt and its answer together", low=0, default_text="the model's own")
     ] = 0
+    digest_cache: Annotated[
+        Literal["on", "off"],
+        Key(
+            "Whether workers keep the digests of weights in the user's cache folder, and trust them while the files "
+            "are unchanged; off: every start hashes all weights"
+        ),
+    ] = "on"
     worker_drain_grace_s: Annotated[
         float,
         Key(
@@ -178,6 +203,15 @@ class EngineSettings(SettingsGroup):
     def check(self) -> None:
         if not _DEVICE.fullmatch(self.device):
             raise InvalidSetting(f"--device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+
+
+def auto_capacity_problem(engine: str) -> str:
+    """Return the error for `capacity_tokens` auto with another engine than the transformer."""
+    reason = {
+        "vllm": "vLLM sizes its own cache, and the slots beside it are in host memory",
+        "paced": "it has no weights and stands for a device of any size",
+    }
+    return f"capacity_tokens must be a number with --engine {engine}, got auto: {reason[engine]}; set --capacity-tokens"
 
 
 @dataclass(frozen=True)
@@ -271,6 +305,10 @@ class WorkerSettings(SettingsGroup):
 
     panel: ClassVar[str] = "This node"
     worker_index: Annotated[int, Key("Index of this worker on its host, from 0; selects its GPU", low=0, high=4096)] = 0
+    host_workers: Annotated[
+        int,
+        Key("Workers on this host, among which --capacity-tokens auto divides its memory and GPUs", low=1, high=4096),
+    ] = 1
     pool: Annotated[str, Key("gRPC address of this host's pool node", default_text="required")] = ""
 
     def check(self) -> None:

@@ -14,6 +14,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from engine import EngineError
+from engine.digest_cache import DigestCache
 from engine.model import fingerprint_of
 from kvpool import KvGroup, KvSpec, Provenance
 from messenger import Messenger
@@ -82,7 +83,8 @@ class VllmEngine(EngineInVllm):
         require_plain_kv(self.vllm_config)
         self.config = VllmLimits(model.get_vocab_size(), model.max_model_len, end_ids(model))
         self.spec = kv_spec(self.vllm_config)
-        self.fingerprint = weights_fingerprint(config.model.path)
+        digests = DigestCache() if config.engine.digest_cache == "on" else None
+        self.fingerprint = weights_fingerprint(config.model.path, digests)
         self.computation = computation(version, self.vllm_config)
         engine = config.engine
         kind = torch.device(torch.device(engine.device).type)  # of the GPUs, only vLLM's own are visible now
@@ -150,10 +152,13 @@ def kv_spec(vllm_config: Any) -> KvSpec:
     return KvSpec((group,), cache.block_size)
 
 
-def weights_fingerprint(folder: Path) -> str:
-    """Return a 16-byte hash, in hex, of the model: the native engine's, or one of the files if it lacks the family."""
+def weights_fingerprint(folder: Path, digests: DigestCache | None = None) -> str:
+    """Return a 16-byte hash, in hex, of the model: the native engine's, or one of the files if it lacks the family.
+
+    The former need not hash weights whose digest `digests` has.
+    """
     try:
-        return fingerprint_of(folder)
+        return fingerprint_of(folder, digests)
     except EngineError:
         total = blake3(derive_key_context="moonpool v1 2026 model files", max_threads=blake3.AUTO)
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from messenger import MessengerConfig
 from settings.node import HostSettings, ListenSettings, NodeSettings
-from settings.worker import BlockSettings, EngineSettings, KvSettings, ModelSettings
+from settings.worker import BlockSettings, EngineSettings, KvSettings, ModelSettings, auto_capacity_problem
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,8 @@ class WorkerConfig:
     pool_target: str  # gRPC target of this host's pool node
     model: ModelSettings
     engine: EngineSettings  # the torch device and the number of threads are resolved: never auto or 0
+    num_device_workers: int = 1  # workers that share the device: with capacity_tokens auto they divide its memory
+    num_host_workers: int = 1  # workers that share the host's memory
     host: HostSettings = field(default_factory=HostSettings)
     blocks: BlockSettings = field(default_factory=BlockSettings)
     kv: KvSettings = field(default_factory=KvSettings)
@@ -32,7 +34,10 @@ class WorkerConfig:
             )
         if self.kv.kv_staging == "direct" and self.engine.engine == "paced":
             raise ValueError("kv_staging must be auto or mirror with a paced engine, got direct")
-        if self.engine.capacity_tokens % self.block_tokens:
+        if self.engine.capacity_tokens is None:
+            if self.engine.engine != "transformer":
+                raise ValueError(auto_capacity_problem(self.engine.engine))
+        elif self.engine.capacity_tokens % self.block_tokens:
             raise ValueError(
                 f"capacity_tokens must be a multiple of block_tokens ({self.block_tokens}), got "
                 f"{self.engine.capacity_tokens}"
@@ -49,6 +54,12 @@ class WorkerConfig:
         return self.blocks.block_tokens
 
     @property
+    def capacity_tokens(self) -> int:
+        """Capacity of the engine's cache; with `auto`, it is known once the engine is loaded (`worker.kv_capacity`)."""
+        assert self.engine.capacity_tokens is not None, "the capacity is not chosen yet"
+        return self.engine.capacity_tokens
+
+    @property
     def num_slots(self) -> int:
         """Number of slots in the engine's cache."""
-        return self.engine.capacity_tokens // self.block_tokens
+        return self.capacity_tokens // self.block_tokens

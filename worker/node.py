@@ -56,7 +56,11 @@ class WorkerNode(EngineNode):
             self.model.config.eos_token_ids,
             self._count_grammar,
         )
-        self.max_model_len = min(own, config.engine.max_model_len or own, config.engine.capacity_tokens)
+        if config.engine.capacity_tokens is None:
+            from worker.kv_capacity import with_capacity
+
+            self.config = config = with_capacity(config, self.model, self._limits)
+        self.max_model_len = min(own, config.engine.max_model_len or own, config.capacity_tokens)
         self.messenger = Messenger(config.messenger, node_id=config.node_id, incarnation=self.incarnation)
         self.endpoint = self.messenger.start()
         self.memory = self.model.new_memory(
@@ -178,7 +182,7 @@ class WorkerNode(EngineNode):
             pool_node_id=self.kv_connector.own_node_id,
             kv_namespace=self.namespace,
             spec=self.stored.spec.to_proto(),
-            capacity_tokens=self.config.engine.capacity_tokens,
+            capacity_tokens=self.config.capacity_tokens,
             kv_bytes_per_token=lasting.spec.bytes_per_token if lasting is not None else 0,
             window_namespace=windowed.kv_namespace if windowed is not None else b"",
             window_blocks=self.stored_parts.window_blocks,

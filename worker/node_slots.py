@@ -285,7 +285,7 @@ class NodeSlots:
             raise RequestRefused(
                 "too_long",
                 f"the request needs {count + wants} blocks of KV, but this node has {self._config.num_slots} "
-                f"({self._config.engine.capacity_tokens} tokens, capacity_tokens)",
+                f"({self._config.capacity_tokens} tokens, capacity_tokens)",
             )
         windows = self.pool.windows
         kept = count if keeps_windows and windows is not None and count <= windows.num_slots else 0

@@ -36,6 +36,7 @@ from engine import (
     sample,
     steer,
 )
+from engine.digest_cache import DigestCache
 from engine.rolling import RollingWindow, check_rolling, default_sinks
 from kvpool import Provenance
 from messenger import Messenger
@@ -330,6 +331,7 @@ class Transformer(SteppedEngine):
                 backend=config.engine.engine_backend,
                 block_tokens=config.blocks.block_tokens,
                 kv_scale_group=config.kv.int8_scale_group,
+                digests=DigestCache() if config.engine.digest_cache == "on" else None,
             )
         except EngineError as error:
             raise StartupError(str(error)) from error

@@ -25,7 +25,7 @@ from engine.rope import RopeTable
 from engine.weights import DecoderWeights
 
 _SHORT_CHUNK = 8  # longest chunk, in tokens, that attends row by row like a decode row
-_QUERY_TILE = 64
+QUERY_TILE = 64  # queries of a chunk whose scores are held at once
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def _context(
     begin = int(plan.table_begin[group, chunk])
     table = tables[begin + skipped : begin - (-(start + len(rows)) // block_tokens)]
     tiles = []
-    for offset in range(0, len(rows), _QUERY_TILE):
-        count, query = min(_QUERY_TILE, len(rows) - offset), start + offset
+    for offset in range(0, len(rows), QUERY_TILE):
+        count, query = min(QUERY_TILE, len(rows) - offset), start + offset
         key = first_visible(query, window, first)
         row = rows.start + offset - part_begin
         tiles.append((row, count, key - skipped * block_tokens, query + count - key, query - key))
@@ -93,6 +93,14 @@ def _as_stored(tensor: torch.Tensor) -> kernels.Stored:
 
 FEW_ROWS = 16  # largest step that is one compiled call
 _LEAST_PART = 32  # rows that are worth a thread
+
+
+def num_parts(rows: int, threads: int) -> int:
+    """Return into how many parts a step's rows are divided.
+
+    Later rows of a prompt see more keys: with two parts per thread, a thread that ends early helps the others.
+    """
+    return max(1, min(2 * threads, rows // _LEAST_PART)) if threads > 1 else 1
 
 
 class CompiledBackend:
@@ -218,9 +226,9 @@ class CompiledBackend:
         if len(parts) == 1:
             function(parts[0])
             return
-        if self._threads is None or self._num_threads < len(parts):
-            self._num_threads = len(parts)
-            self._threads = ThreadPoolExecutor(len(parts), "engine")
+        threads = torch.get_num_threads()
+        if self._threads is None or self._num_threads != threads:
+            self._num_threads, self._threads = threads, ThreadPoolExecutor(threads, "engine")
         for _ in self._threads.map(function, parts):
             pass
 
@@ -234,9 +242,8 @@ class CompiledBackend:
         return torch.tanh_(logits.div_(cap)).mul_(cap) if cap else logits
 
     def _parts(self, plan: FlatBatch, cache: PagedCache, step: StepArrays, work: WorkBuffers) -> list[_Part]:
-        rows, threads = len(work.x), torch.get_num_threads()
-        # Later rows of a prompt see more keys: with two parts per thread, those that end early help the others.
-        count = max(1, min(2 * threads, rows // _LEAST_PART)) if threads > 1 else 1
+        rows = len(work.x)
+        count = num_parts(rows, torch.get_num_threads())
         are_long = (plan.sizes > _SHORT_CHUNK) & (not self._by_row)
         long_chunks, short = np.flatnonzero(are_long).tolist(), ~are_long[plan.row_chunk]
         parts = []

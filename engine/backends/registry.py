@@ -5,7 +5,8 @@ With "auto", the first one of the registry that can run the model is taken.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Final
@@ -21,6 +22,8 @@ from engine.rope import RopeTable
 from engine.weights import DecoderWeights
 
 AUTO: Final = "auto"
+BATCH_INVARIANT: Final = "batch-invariant"
+"""The backend compiled in a form for verification: the logits of a row do not depend on the rest of the batch."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,13 @@ def choose_backend(name: str, placement: Placement) -> BackendKind:
     """Return the backend of that name, or with "auto" the first that can run the model. Raises `BackendUnavailable`."""
     if name == AUTO:
         return next(kind for kind in BACKENDS.values() if kind.takes_auto and not kind.problem(placement))
-    if name not in BACKENDS:
+    kind = _BATCH_INVARIANT if name == BATCH_INVARIANT else BACKENDS.get(name)
+    if kind is None:
         raise BackendUnavailable(f"engine-backend must be one of {', '.join((AUTO, *BACKENDS))}, got {name!r}")
-    if problem := BACKENDS[name].problem(placement):
+    if problem := kind.problem(placement):
         can = [kind.name for kind in BACKENDS.values() if not kind.problem(placement)]
         raise BackendUnavailable(f"engine-backend {name} {problem}; use {' or '.join((AUTO, *can))}")
-    return BACKENDS[name]
+    return kind
 
 
 def _compiled_problem(placement: Placement) -> str:
@@ -148,3 +152,4 @@ BACKENDS: Final = {
     )
 }
 """All backends, in the order in which "auto" tries them."""
+_BATCH_INVARIANT: Final = replace(BACKENDS["compiled"], build=partial(CompiledBackend, batch_invariant=True))

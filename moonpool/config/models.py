@@ -11,7 +11,7 @@ from moonpool.config.sources import convert, nearest
 from settings.conductor import Objectives, PolicyConfig
 from settings.frontend import HttpSettings
 from settings.hub_model import parse_model
-from settings.keys import InvalidSetting, Key, Setting, SettingsGroup, group_settings
+from settings.keys import InvalidSetting, Key, Setting, SettingsGroup, group_settings, plain
 from settings.worker import EngineSettings, ModelSettings, name_of_model
 
 _TOPOLOGY_KEYS = ("prefill_nodes", "decode_nodes", "aggregated")
@@ -70,7 +70,13 @@ class ModelEntry:
 
     def plain(self) -> dict[str, Any]:
         """Return the entry as plain YAML; `parse` restores it."""
-        return {"name": self.name, "path": str(self.path), "aliases": list(self.aliases), **self.settings}
+        return {"name": self.name, "path": str(self.path), "aliases": list(self.aliases), **self.plain_settings}
+
+    @property
+    def plain_settings(self) -> dict[str, Any]:
+        """The entry's own settings as plain YAML."""
+        declared = model_settings()
+        return {key: plain(declared[key], value) for key, value in self.settings.items()}
 
     def topology(self, cluster: TopologySettings) -> TopologySettings:
         """Number of workers of each role: the cluster's, unless the entry sets any of its own."""

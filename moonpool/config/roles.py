@@ -20,7 +20,14 @@ from settings.node import (
     is_wildcard,
     target_host,
 )
-from settings.worker import BlockSettings, EngineSettings, KvSettings, ModelSettings, WorkerSettings
+from settings.worker import (
+    BlockSettings,
+    EngineSettings,
+    KvSettings,
+    ModelSettings,
+    WorkerSettings,
+    auto_capacity_problem,
+)
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,8 @@ class KvAgentRole:
     logs: LogSettings
 
     def __post_init__(self) -> None:
+        if self.engine.capacity_tokens is None:
+            raise InvalidSetting(auto_capacity_problem("vllm"))
         _check_capacity(self.blocks, self.engine)
         if self.kv.kv_storage != "exact":
             raise InvalidSetting(f"kv_storage must be exact with vLLM, got {self.kv.kv_storage!r}")
@@ -207,9 +216,13 @@ def _check_report_timeout(policy: PolicyConfig) -> None:
 
 def _check_capacity(blocks: BlockSettings, engine: EngineSettings, entry: ModelEntry | None = None) -> None:
     """Raise InvalidSetting unless the capacity is a whole number of blocks, the unit of allocation."""
+    of_model = f"model {entry.name!r}: " if entry is not None and "capacity_tokens" in entry.settings else ""
+    if engine.capacity_tokens is None:
+        if engine.engine != "transformer":
+            raise InvalidSetting(f"{of_model}{auto_capacity_problem(engine.engine)}")
+        return
     if engine.capacity_tokens % blocks.block_tokens:
         fitting = -(-engine.capacity_tokens // blocks.block_tokens) * blocks.block_tokens
-        of_model = f"model {entry.name!r}: " if entry is not None and "capacity_tokens" in entry.settings else ""
         raise InvalidSetting(
             f"{of_model}capacity_tokens must be a multiple of block_tokens ({blocks.block_tokens}), for example "
             f"{fitting}, got {engine.capacity_tokens}"

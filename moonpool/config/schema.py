@@ -21,6 +21,8 @@ def setting_schema(declared: Setting) -> dict[str, Any]:
         return {**schema, "type": ["integer", "string"]}
     if declared.choices:
         schema["enum"] = list(declared.choices)
+    if declared.key.none_word:
+        schema |= {"type": [schema["type"], "string"], "pattern": f"^{declared.key.none_word}$"}
     bounds = {"minimum": declared.key.low, "maximum": declared.key.high}
     return schema | {name: bound for name, bound in bounds.items() if bound is not None}
 
@@ -73,7 +75,7 @@ def _value_schema(declared: Setting) -> dict[str, Any]:
         schema["type"] = [schema["type"], "boolean"]
     if declared.kind is tuple:
         return {"anyOf": [schema, {"type": "string"}], "description": schema.pop("description")}
-    if declared.optional or isinstance(declared.default, Path):
+    if (declared.optional and not declared.key.none_word) or isinstance(declared.default, Path):
         schema["type"] = [*([kind] if isinstance(kind := schema["type"], str) else kind), "null"]
         if "enum" in schema:
             schema["enum"].append(None)

@@ -16,6 +16,7 @@ from settings.keys import (
     check,
     composite_settings,
     flag_of,
+    kind_text,
     parse_path,
     variable_of,
 )
@@ -98,7 +99,12 @@ def read_yaml(path: Path, what: str) -> Any:
 
 
 def _converted(declared: Setting, value: Any, source: str) -> Any:
-    if value is None or (declared.kind is not str and value == ""):
+    if declared.key.none_word:
+        if value == declared.key.none_word:
+            return None
+        if value is None:
+            raise ValueError(f"must be {kind_text(declared)}, got null")
+    elif value is None or (declared.kind is not str and value == ""):
         return None if declared.optional else value
     if declared.key.item is not None:
         items = [part for part in value.split(";") if part.strip()] if isinstance(value, str) else value
@@ -140,7 +146,7 @@ def _from_text(declared: Setting, text: str) -> Any:
         try:
             return int(text)
         except ValueError:
-            raise ValueError(f"must be an integer, got {text!r}") from None
+            raise ValueError(f"must be {kind_text(declared)}, got {text!r}") from None
     if declared.kind is float:
         try:
             number = float(text)

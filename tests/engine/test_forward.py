@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine import ForwardBatch, InvalidBatch, PagedCache, SequenceChunk, load_model
+from engine.backends.registry import BATCH_INVARIANT
 
 TOLERANCE = 1e-4
 BACKENDS = ["compiled", "torch"]
@@ -155,7 +156,7 @@ def test_on_layer_comes_in_order_when_the_layers_kv_is_there(backend, sizes, mod
 
 @pytest.mark.parametrize("block_tokens", [4, 16])
 def test_batch_invariant_logits_are_equal_bit_for_bit(models, runner, block_tokens):
-    model = models("qwen2-two-groups", batch_invariant=True)
+    model = models("qwen2-two-groups", backend=BATCH_INVARIANT)
     whole = runner(model, [70, 30], block_tokens=block_tokens).step((0, 0, 70))[0]
     other = runner(model, [70, 30], block_tokens=block_tokens)
     other.step((0, 0, 23), (1, 0, 17))

@@ -247,9 +247,11 @@ def test_groups_of_an_int8_model_are_its_own(folder: Path, scale_group: int) -> 
 
 
 def test_groups_that_do_not_suit_the_model_are_refused(folder: Path, model_folder: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigInvalid, match="kv_scale_group must be that of the model, 8, or omitted, got 4"):
+    with pytest.raises(ConfigInvalid, match=r"\(kv_scale_group\) must be that of the model, 8, or omitted, got 4"):
         load_model(folder, threads=1, kv_scale_group=4)
-    with pytest.raises(ConfigInvalid, match=r"kv_scale_group must divide the model's head_dim \(16\), got 5"):
+    with pytest.raises(
+        ConfigInvalid, match=r"must divide the model's head_dim \(16\), got 5: use one of 1, 2, 4, 8, 16"
+    ):
         load_model(model_folder("llama"), threads=1, kv_scale_group=5)
 
 

@@ -21,6 +21,7 @@ from engine import (
     SequenceChunk,
     load_model,
 )
+from engine.backends.registry import AUTO, BATCH_INVARIANT
 from engine.random_model import RandomModelSpec, write_random_model
 from tests.engine.conftest import FAMILIES
 
@@ -128,9 +129,9 @@ def test_a_span_is_what_the_grafted_model_computes(family: str, backend: str, tm
                 assert all(mixed.kv(layer).isnan().all() for layer in others)
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_a_model_is_its_own_sibling_exactly(models: Callable[..., Model], batch_invariant: bool) -> None:
-    model = models("llama-untied-biases", batch_invariant=batch_invariant)
+@pytest.mark.parametrize("backend", [AUTO, BATCH_INVARIANT])
+def test_a_model_is_its_own_sibling_exactly(models: Callable[..., Model], backend: str) -> None:
+    model = models("llama-untied-biases", backend=backend)
     ids = ids_of(model)
     source = Prompt(model, ids)
     source.compute((20,))

@@ -28,6 +28,7 @@ from engine import (
     find_tokenizer,
     load_model,
 )
+from engine.backends.registry import BATCH_INVARIANT
 from engine.config import parse_config
 from engine.model import fingerprint_of
 from engine.random_model import RandomModelSpec, write_random_model
@@ -278,8 +279,8 @@ def test_unknown_and_unsuitable_backends_are_refused(folder):
         BackendUnavailable, match=r"compiled runs on cpu in float32, not on cpu in bfloat16; use auto or"
     ):
         load_model(folder, backend="compiled", dtype="bfloat16")
-    with pytest.raises(BackendUnavailable, match="compiled"):
-        load_model(folder, dtype="bfloat16", batch_invariant=True)
+    with pytest.raises(BackendUnavailable, match="batch-invariant runs on cpu in float32, not on cpu in bfloat16"):
+        load_model(folder, dtype="bfloat16", backend=BATCH_INVARIANT)
     with pytest.raises(BackendUnavailable, match="flash-attn runs on CUDA, not on cpu"):
         load_model(folder, backend="flash-attn")
 

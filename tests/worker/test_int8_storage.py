@@ -13,7 +13,10 @@ from engine import load_model
 from kvpool import KvGroup, KvPoolError, KvSpec, Provenance, kv_namespace
 from messenger import Messenger, MessengerConfig
 from settings.keys import assemble
+from worker.config import WorkerConfig
+from worker.errors import StartupError
 from worker.kv_memory import KvMemory, QuantisedMemory, quantised_spec
+from worker.transformer import Transformer
 
 MODEL = Path(__file__).parents[1] / "data" / "nano-model"
 SLOTS = [5, 0, 3]
@@ -38,6 +41,17 @@ def fill(exact: KvMemory, scale: float = 1.0) -> list[torch.Tensor]:
         values = exact.slot_values(g)
         values.copy_(torch.randn(values.shape, generator=generator) * scale)
     return [exact.slot_values(g).clone() for g in range(exact.num_groups)]
+
+
+def test_a_group_that_does_not_divide_a_head_is_refused_by_its_flag() -> None:
+    config = assemble(
+        WorkerConfig, node_id="w", listen="unix:w.sock", conductor_targets=(), pool_target="", model=MODEL, threads=1,
+        device="cpu", kv_dtype="int8", kv_int8_group=5,
+    )  # fmt: skip
+    with pytest.raises(
+        StartupError, match=r"--kv-int8-group \(kv_scale_group\) must divide .*, got 5: use one of 1, 2"
+    ):
+        Transformer.of(config)
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1e-3, 1.0, 1e4])
