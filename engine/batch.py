@@ -79,9 +79,11 @@ class FlatBatch:
     only_kv: bool  # the span's last layer is computed only as far as its KV
     inputs: torch.Tensor | None  # [N, d]: what enters the span's first layer; None: the tokens' embeddings
     layer_inputs: LayerInputs | None
+    device_ids: torch.Tensor | None = None  # [N]: ids on the device instead of `token_ids`, which then are stale
 
-    def advanced(self, token_ids: IntArray, config: ModelConfig) -> "FlatBatch":
-        """Return the step after this one, in which every chunk goes on with its next token, int32 [C].
+    def advanced(self, token_ids: IntArray | torch.Tensor, config: ModelConfig) -> "FlatBatch":
+        """Return the step after this one, in which every chunk goes on with its next token: int32 [C] on the host, or
+        integers [C] on the device, which need not be there yet.
 
         Only for a batch of single tokens and a cache without windows; the slot tables must hold further blocks already.
         What was validated is not validated again. Raises `InvalidBatch`.
@@ -91,10 +93,16 @@ class FlatBatch:
             raise InvalidBatch("the next token of a chunk needs a slot that its table does not hold")
         if self.max_context >= config.max_positions:
             raise InvalidBatch(f"a chunk must end by position {config.max_positions}, got {self.max_context + 1}")
-        _check_token_ids(token_ids, config)
+        on_host, device_ids = self.token_ids, None
+        if isinstance(token_ids, torch.Tensor):
+            device_ids = token_ids
+        else:
+            _check_token_ids(token_ids, config)
+            on_host = token_ids
         return replace(
             self,
-            token_ids=token_ids,
+            token_ids=on_host,
+            device_ids=device_ids,
             positions=self.positions + 1,
             rotations=self.rotations + 1,
             starts=starts,

@@ -49,11 +49,22 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.
 
     Raises `SamplingError` for invalid parameters and for NaN or infinite logits.
     """
-    ids, best = choose(logits, rows)
-    if not bool(best.isfinite().all()):
-        raise SamplingError("the logits contain NaN or infinity: the model's weights or its KV are damaged")
+    ids, sound = read_choice(*choose(logits, rows))
+    if not sound.all():
+        raise damaged_logits()
+    return ids
+
+
+def read_choice(ids: torch.Tensor, scores: torch.Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Wait for what `choose` has chosen; return the ids, int64 [B], and which of them are sound, bool [B]."""
     chosen: npt.NDArray[np.int64] = ids.cpu().numpy()
-    return chosen
+    sound: npt.NDArray[np.bool_] = scores.isfinite().cpu().numpy()
+    return chosen, sound
+
+
+def damaged_logits() -> SamplingError:
+    """Return the error for rows that are not sound."""
+    return SamplingError("the logits contain NaN or infinity: the model's weights or its KV are damaged")
 
 
 def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,6 +49,9 @@ class StepRunner(Protocol):
         that cannot continue, whose `error` is set. Raises if the step fails as a whole, or what a hook raised.
         """
 
+    def settle(self) -> None:
+        """Return when nothing of a later step is written any more that has been queued ahead."""
+
 
 class ModelLimits(Protocol):
     """The properties of a model that a worker needs; `ModelConfig` has them."""

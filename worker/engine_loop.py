@@ -298,6 +298,7 @@ class EngineLoop:
         gone = [s for s in self._decoding if s.cancelled] + [s for s in self._prefilling if s.cancelled]
         if gone:
             self._remove(gone)
+            self._steps.settle()
             self._on_step(StepResult(left=gone))
 
     def _remove(self, gone: list[EngineSequence]) -> None:
@@ -367,6 +368,7 @@ class EngineLoop:
             self._decoding = [s for s in self._decoding if id(s) not in stepped] + decoding
         if result.left:
             self._remove(result.left)
+            self._steps.settle()  # before their slots are read or given away
         self._on_step(result)
 
     def _divided(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,21 +25,19 @@ from engine import (
     LayerSpan,
     LogitSteering,
     Model,
-    ModelConfig,
     PagedCache,
     Recomputation,
-    SamplingError,
-    SamplingRow,
     SequenceChunk,
     load_model,
-    sample,
     steer,
 )
 from engine.digest_cache import DigestCache
 from engine.rolling import RollingWindow, check_rolling, default_sinks
+from engine.sampling import choose, damaged_logits, read_choice
 from kvpool import Provenance
 from messenger import Messenger
 from settings.worker import KvSettings
+from worker.decode_ahead import DecodeAhead, DecodeStep, QueuedStep, can_go_ahead, sampling_row
 from worker.engine_interface import OnLayer, SampledToken, SteppedEngine
 from worker.errors import OutOfMemory, RequestRefused, StartupError, sequence_error
 from worker.hidden_memory import HiddenMemory
@@ -120,17 +117,11 @@ def _sampled(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> NDArr
 
     Raises SamplingError if all rows are damaged.
     """
-    rows = [_row(sequence) for sequence in sequences]
-    try:
-        return sample(logits, rows)
-    except SamplingError as error:
-        sound = logits.amax(dim=1).isfinite().nonzero()[:, 0].tolist()
-        if not 0 < len(sound) < len(rows):
-            raise
-        for i in set(range(len(rows))).difference(sound):
-            sequences[i].error = sequences[i].error or sequence_error(error)
-    tokens = np.zeros(len(rows), np.int64)
-    tokens[sound] = sample(logits[sound], [rows[i] for i in sound])
+    tokens, sound = read_choice(*choose(logits, [sampling_row(sequence) for sequence in sequences]))
+    if not sound.any():
+        raise damaged_logits()
+    for i in np.flatnonzero(~sound).tolist():
+        sequences[i].error = sequences[i].error or sequence_error(damaged_logits())
     return tokens
 
 
@@ -144,11 +135,6 @@ def _steering(sequence: EngineSequence) -> LogitSteering | None:
         return None
 
 
-def _row(sequence: EngineSequence) -> SamplingRow:
-    s = sequence.request.sampling
-    return SamplingRow(s.temperature, s.top_p, s.top_k, s.seed, s.choice, sequence.next_index, s.min_p)
-
-
 def _is_out_of_memory(error: Exception) -> bool:
     """Return True if memory of the host or the device could not be allocated; torch has no error of its own for the
     host's.
@@ -156,40 +142,28 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-@dataclass(frozen=True, slots=True)
-class _DecodeStep:
-    """A step of decoding sequences and the slot tables of its batch."""
-
-    sequences: tuple[EngineSequence, ...]
-    tables: tuple[NDArray[np.int32], ...]
-    batch: FlatBatch
-
-    def next_step(self, decoding: Sequence[EngineSequence], config: ModelConfig) -> FlatBatch | None:
-        """Return the batch of the next step if the same sequences go on in the same slots; otherwise None."""
-        if len(decoding) != len(self.sequences):
-            return None
-        for sequence, last, table in zip(decoding, self.sequences, self.tables, strict=True):
-            if sequence is not last or sequence.table is not table:
-                return None
-        computed = np.array([s.num_computed for s in decoding])
-        if not np.array_equal(computed, self.batch.starts + 1):
-            return None
-        tokens = np.array([s.tokens[s.num_computed] for s in decoding], np.int32)
-        return self.batch.advanced(tokens, config)
-
-
 class ModelSteps:
-    """Runner of a model's forward steps over its paged cache, and of sampling."""
+    """Runner of a model's forward steps over its paged cache, and of sampling.
 
-    def __init__(self, model: Model, cache: PagedCache, windows: WindowSlots | None = None) -> None:
-        """`windows`: the slots of groups with windows, if they are not those of the other groups."""
+    Decode steps are queued one step ahead on devices that compute while the host goes on (`worker.decode_ahead`).
+    """
+
+    def __init__(
+        self, model: Model, cache: PagedCache, windows: WindowSlots | None = None, *, ahead: bool | None = None
+    ) -> None:
+        """`windows`: the slots of groups with windows, if they are not those of the other groups. `ahead`: whether
+        steps are queued ahead; None: on CUDA.
+        """
+        self._ahead = DecodeAhead(model, cache)
+        self._goes_ahead = model.device.type == "cuda" if ahead is None else ahead
+        self._queued: QueuedStep | None = None
         self._model = model
         self._cache = cache
         self._windows = windows
         self._hidden: HiddenMemory | None = None
         self._kept_layers = frozenset[int]()
         self._repeats = not any(group.window for group in cache.groups)
-        self._last: _DecodeStep | None = None  # the last step, if the next one can be made from it
+        self._last: DecodeStep | None = None  # the last step, if the next one can be made from it
 
     def keep_inputs(self, hidden: HiddenMemory, layers: frozenset[int]) -> None:
         """Write the hidden states that enter `layers` to `hidden` in every step. Before the engine starts."""
@@ -225,13 +199,16 @@ class ModelSteps:
         on_layer: OnLayer | None,
         before_layer: OnLayer | None = None,
     ) -> list[SampledToken | None]:
-        for sequence, start in (*((s, s.num_computed) for s in decoding), *((s, c.start) for s, c in chunks)):
-            if sequence.rolling is not None:
-                self._slide(sequence, sequence.rolling, start)
         try:
-            logits = self._model.run(self._plan(decoding, chunks), self._cache, on_layer, before_layer)
-            rows = [*decoding, *(s for s, c in chunks if c.last)]
-            return sample_tokens(score_prompts(logits, len(decoding), chunks), rows)
+            queued = self._queued
+            if queued is None or not decoding:
+                return self._run(decoding, chunks, on_layer, before_layer)
+            self._queued = None
+            if not chunks and queued.step.goes_on(decoding) and len(queued.rows_of(decoding)) == len(decoding):
+                self._last = queued.step
+                self._queued = self._ahead.queue_after(queued)
+                return queued.read()
+            return self._with_queued(queued, decoding, chunks, on_layer, before_layer)
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -239,18 +216,55 @@ class ModelSteps:
             tokens = len(decoding) + sum(c.end - c.start for _, c in chunks)
             raise OutOfMemory(f"there is not enough memory for a step of {tokens} tokens: {error}") from error
 
+    def settle(self) -> None:
+        if self._queued is not None and self._queued.ended is not None:
+            self._queued.ended.synchronize()
+
+    def _with_queued(
+        self,
+        queued: QueuedStep,
+        decoding: Sequence[EngineSequence],
+        chunks: Sequence[tuple[EngineSequence, PrefillChunk]],
+        on_layer: OnLayer | None,
+        before_layer: OnLayer | None,
+    ) -> list[SampledToken | None]:
+        """Run what is not in the step that has been queued, and return the tokens of both."""
+        rows = queued.rows_of(decoding)
+        others = [s for i, s in enumerate(decoding) if i not in rows]
+        rest = iter(self._run(others, chunks, on_layer, before_layer) if others or chunks else ())
+        tokens = queued.read()
+        return [tokens[rows[i]] if i in rows else next(rest) for i in range(len(decoding))] + list(rest)
+
+    def _run(
+        self,
+        decoding: Sequence[EngineSequence],
+        chunks: Sequence[tuple[EngineSequence, PrefillChunk]],
+        on_layer: OnLayer | None,
+        before_layer: OnLayer | None,
+    ) -> list[SampledToken | None]:
+        for sequence, start in (*((s, s.num_computed) for s in decoding), *((s, c.start) for s, c in chunks)):
+            if sequence.rolling is not None:
+                self._slide(sequence, sequence.rolling, start)
+        batch, goes_on = self._plan(decoding, chunks)
+        logits = self._model.run(batch, self._cache, on_layer, before_layer)
+        if goes_on and self._goes_ahead and self._last is not None and can_go_ahead(decoding):
+            chosen = self._ahead.choose(self._last, logits)
+            self._queued = self._ahead.queue_after(chosen)
+            return chosen.read()
+        rows = [*decoding, *(s for s, c in chunks if c.last)]
+        return sample_tokens(score_prompts(logits, len(decoding), chunks), rows)
+
     def _plan(
         self, decoding: Sequence[EngineSequence], chunks: Sequence[tuple[EngineSequence, PrefillChunk]]
-    ) -> FlatBatch:
-        """Return the step's batch, from the last one if the same sequences go on."""
+    ) -> tuple[FlatBatch, bool]:
+        """Return the step's batch, and whether it was made from the last one, since the same sequences go on."""
         last, self._last = self._last, None
         tables = tuple(s.table for s in decoding)  # first: a table may be replaced by a longer one at any time
-        plan = None if chunks or last is None else last.next_step(decoding, self._model.config)
-        if plan is None:
-            plan = self._model.flatten(self._batch(decoding, chunks), self._cache)
+        advanced = None if chunks or last is None else last.next_step(decoding, self._model.config)
+        plan = advanced or self._model.flatten(self._batch(decoding, chunks), self._cache)
         if self._repeats and not chunks and all(s.rolling is None for s in decoding):
-            self._last = _DecodeStep(tuple(decoding), tables, plan)
-        return plan
+            self._last = DecodeStep(tuple(decoding), tables, plan)
+        return plan, advanced is not None
 
     def _batch(
         self, decoding: Sequence[EngineSequence], chunks: Sequence[tuple[EngineSequence, PrefillChunk]]

@@ -160,7 +160,8 @@ class CompiledBackend:
         if plan.inputs is not None:
             x[:] = plan.inputs.numpy()
             return
-        torch.from_numpy(x).copy_(self._weights.embedding[torch.from_numpy(plan.token_ids)])
+        ids = torch.from_numpy(plan.token_ids) if plan.device_ids is None else plan.device_ids
+        torch.from_numpy(x).copy_(self._weights.embedding[ids])
         if self._config.embedding_scale != 1:
             x *= np.float32(self._config.embedding_scale)
 

@@ -45,7 +45,8 @@ class TensorBackend:
         )
         cos, sin = cos[:, index["angles"], None, :], sin[:, index["angles"], None, :]
         attention = self._attention.begin(plan, cache)
-        x, kv_layers = self._entering(plan, index["tokens"]), config.used_kv_layers
+        tokens = index["tokens"] if plan.device_ids is None else plan.device_ids
+        x, kv_layers = self._entering(plan, tokens), config.used_kv_layers
         for layer in range(plan.span.first, plan.span.last + 1):
             kv_layer = kv_layers[layer]
             if plan.layer_inputs is not None and layer in plan.layer_inputs.layers:

@@ -39,13 +39,14 @@ class Harness:
         allows_long_steps: bool = False,
         starts: bool = True,
         step_s: float = 0.0,
+        ahead: bool = False,
     ) -> None:
         self.model = model
         self.steps: queue.Queue[StepResult] = queue.Queue()
         self.slots = SlotPool(64)
         cache = PagedCache(model.kv_groups, (64,) * len(model.kv_groups), block_tokens=BLOCK)
         limits = BatchLimits(max_batch=8, chunk_tokens=24, block_tokens=BLOCK, step_s=step_s)
-        steps = ModelSteps(model, cache)
+        steps = ModelSteps(model, cache, ahead=ahead)
         self.loop = EngineLoop(steps, limits, self.steps.put, allows_long_steps=allows_long_steps)
         if hook is not None:
             self.loop.on_layer(hook)
@@ -70,12 +71,13 @@ class Harness:
         return seen
 
 
-@pytest.fixture
-def harness(model: Model) -> Iterator[Callable[..., Harness]]:
+@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
+def harness(model: Model, request: pytest.FixtureRequest) -> Iterator[Callable[..., Harness]]:
+    """Loops whose decode steps are queued one step ahead, or not."""
     made: list[Harness] = []
 
     def make(hook: LayerHook | None = None, **options: Any) -> Harness:
-        made.append(Harness(model, hook, **options))
+        made.append(Harness(model, hook, ahead=request.param, **options))
         return made[-1]
 
     yield make
@@ -220,9 +222,9 @@ def test_a_cancelled_sequence_leaves_and_the_others_go_on(model: Model, harness:
 
 def test_a_prompt_knows_whether_others_decoded_in_its_steps(harness: Callable[..., Harness]) -> None:
     run = harness()
-    first, second = run.sequence(prompts()[0], 40), run.sequence(prompts()[1], 2)
+    first, second = run.sequence(prompts()[0], 400), run.sequence(prompts()[1], 2)
     run.loop.submit(first)
-    while not run.steps.get(timeout=60).decode_batch:  # it decodes now
+    while not run.steps.get(timeout=60).decode_batch:  # it decodes now, and for long
         pass
     run.loop.submit(second)
     run.run(2)
@@ -322,6 +324,7 @@ def test_only_the_sequence_that_needs_too_much_memory_by_itself_fails(
             assert sequence.tokens[sequence.prompt_len :].tolist() == greedy(model, prompt, 12)
 
 
+@pytest.mark.parametrize("harness", [False], indirect=True, ids=["in turn"])
 def test_prompts_beside_an_answer_are_computed_in_steps_that_keep_a_bound(
     model: Model, harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,7 +339,7 @@ def test_prompts_beside_an_answer_are_computed_in_steps_that_keep_a_bound(
 
     monkeypatch.setattr(model, "run", run)
     loop = harness(step_s=0.0175)
-    answer, prompt = loop.sequence(prompts()[0], 40), loop.sequence(prompts()[2], 2)
+    answer, prompt = loop.sequence(prompts()[0], 400), loop.sequence(prompts()[2], 2)
     loop.loop.submit(answer)
     while not loop.steps.get(timeout=60).decode_batch:
         pass
@@ -513,7 +516,7 @@ def test_decoding_sequences_take_every_step_while_a_prompts_kv_arrives(
 ) -> None:
     seen: list[int] = []
     run = harness(lambda layer, _: seen.append(layer))
-    decoding = run.sequence(prompts()[0], 40)
+    decoding = run.sequence(prompts()[0], 400)
     sequence, gate = arriving(run, model.config.num_layers)
     gate.mark([0], np.arange(2))
     run.loop.submit(decoding)
@@ -525,7 +528,7 @@ def test_decoding_sequences_take_every_step_while_a_prompts_kv_arrives(
     left = [one for step in run.run(2) for one in step.left]
     assert set(left) == {decoding, sequence}
     assert sequence.waited_s == 0
-    assert decoding.tokens[decoding.prompt_len :].tolist() == greedy(model, prompts()[0], 40)
+    assert decoding.tokens[decoding.prompt_len :].tolist() == greedy(model, prompts()[0], 400)
 
 
 def test_a_step_that_waits_gives_up_when_a_sequence_could_decode(model: Model, harness: Callable[..., Harness]) -> None:

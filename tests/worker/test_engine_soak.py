@@ -149,6 +149,8 @@ async def pair(start_pair: Callable[..., Any], tmp_path: Path, monkeypatch: pyte
         tmp_path / "soaked", RandomModelSpec(vocab=VOCAB, max_len=512, scale=3.0, seed=3), tokenizer=BUNDLED
     )
     started: Pair = await start_pair(pool={"pool_bytes": 8 << 20}, path=path, capacity_tokens=PAGES * BLOCK)
+    steps: Any = started.decode.node.engine._steps
+    steps._goes_ahead = True
     for number, node in enumerate((started.prefill.node, started.decode.node)):
         plant_lack_of_memory(node.model.model, np.random.default_rng(number), monkeypatch)
     return started

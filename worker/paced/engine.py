@@ -202,6 +202,9 @@ class PacedSteps:
         self._pace.end(seconds)
         return chosen
 
+    def settle(self) -> None:
+        """Nothing is queued ahead."""
+
     def cost_s(
         self, decoding: Sequence[EngineSequence], chunks: Sequence[tuple[EngineSequence, PrefillChunk]]
     ) -> float:
