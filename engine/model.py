@@ -184,7 +184,14 @@ def load_model(
         raise BackendUnavailable(f"only the backend compiled is batch_invariant, got {chosen.name}")
     with open_checkpoint(folder, tensors) as checkpoint:
         int8_dtype = torch.float32 if compiled else torch.int8
-        weights = load_weights(config, checkpoint, device=target, dtype=kind, int8_dtype=int8_dtype)
+        weights = load_weights(
+            config,
+            checkpoint,
+            device=target,
+            dtype=kind,
+            int8_dtype=int8_dtype,
+            keep_packed=chosen.keeps_packed,
+        )
         fingerprint = _fingerprint(config, checkpoint.digest())
     rope = RopeTable(config.ropes, config.head_dim, config.max_positions, target)
     runner = CompiledBackend(config, weights, rope, batch_invariant=True) if batch_invariant else None

@@ -2,10 +2,11 @@
 
 A checkpoint's files are checked before use and its contents are hashed while they are read. All layers of one kind of
 weight form one tensor [layer, in, out], so that a kernel can index layers; q, k and v are one matrix, gate and up are
-one matrix. Matrices are stored [in, out] and multiplied from the left by row vectors.
+one matrix. Matrices are stored [in, out] and multiplied from the left by row vectors. Integers in int8 and packed words
+have their inputs contiguous, as tensor cores read them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from engine.config import ModelConfig
 from engine.errors import CheckpointDamaged
-from engine.folder import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, TensorPart, layer_parts
-from engine.packed_weights import unpacked
+from engine.folder import EMBEDDING, FINAL_NORM, HEAD, SCALE_SUFFIX, StoredTensor, TensorPart, layer_parts
+from engine.packed_weights import PackedMatrices, unpacked
 
 
 class Checkpoint:
@@ -37,12 +38,20 @@ class Checkpoint:
         self._hashes[name] = blake3(header).update(raw.numpy().data).digest()
         return tensor
 
+    def dtype(self, names: Iterable[str]) -> torch.dtype:
+        """Return the dtype in which all of these tensors of floats are stored; float32 if they differ."""
+        first, *others = {self._tensors[name].dtype for name in names}
+        return torch.float32 if others else _FLOATS[first]
+
     def digest(self) -> bytes:
         """Return 32 bytes over names, dtypes, shapes and contents of all tensors read, independent of sharding."""
         total = blake3()
         for name in sorted(self._hashes):
             total.update(self._hashes[name])
         return total.digest()
+
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @contextmanager
@@ -64,8 +73,9 @@ class DecoderWeights:
     vocab; D of the layers have an MLP, S have E experts with G intermediate (`ModelConfig.mlp_places`).
 
     Biases, scales, norms and sinks that the model does not have are empty: their last dimension is 0. Matrices with
-    scales hold the integers of `engine.int8_linear`, in int8 or float32. Norms contain the family's offset. Layers
-    that use the KV of another one have only the first Q columns of `qkv`; the others are unset.
+    scales hold the integers of `engine.int8_linear`, in int8 or float32. Matrices in `packed` have 0 inputs here. Norms
+    contain the family's offset. Layers that use the KV of another one have only the first Q columns of `qkv`; the
+    others are unset.
     """
 
     embedding: torch.Tensor  # [V, d]
@@ -93,13 +103,26 @@ class DecoderWeights:
     experts_down: torch.Tensor  # [S, E, G, d]
     final_norm: torch.Tensor  # [d]
     head: torch.Tensor  # [V, d]; `embedding` itself if they are tied
+    packed: Mapping[str, PackedMatrices]  # by field: matrices that are held as packed integers
 
     def linear(
         self, name: str, layer: int, width: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (matrix, scale, bias) at place `layer` of the field `name`, of it the first `width` columns."""
-        weight, scale, bias = (getattr(self, name + part)[layer][..., :width] for part in ("", "_scale", "_bias"))
+        """Return (matrix, scale, bias) at place `layer` of the field `name`, of it the first `width` columns.
+
+        A packed matrix is unpacked by each call.
+        """
+        weight, scale, bias = self.stored(name, layer, width)
+        if isinstance(weight, PackedMatrices):
+            weight = weight.floats().to(self.embedding.dtype)
         return weight, scale, bias
+
+    def stored(
+        self, name: str, layer: int, width: int | None = None
+    ) -> tuple[torch.Tensor | PackedMatrices, torch.Tensor, torch.Tensor]:
+        """Return what `linear` returns, a packed matrix as it is held."""
+        weight, scale, bias = (getattr(self, name + part)[layer][..., :width] for part in ("", "_scale", "_bias"))
+        return self.packed[name].at(layer, width) if name in self.packed else weight, scale, bias
 
 
 def load_weights(
@@ -109,11 +132,12 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     int8_dtype: torch.dtype = torch.float32,
+    keep_packed: bool = False,
 ) -> DecoderWeights:
     """Read, convert and fuse the weights. The checkpoint must have the tensors that the configuration requires.
 
-    Integers of linear layers in int8 have `int8_dtype`. Their scales, and norms with an offset, are float32 whatever
-    `dtype` is: the sum would lose most of the weight's digits.
+    Packed integers are unpacked unless `keep_packed`. Integers of linear layers in int8 have `int8_dtype`. Their
+    scales, and norms with an offset, are float32 whatever `dtype` is: the sum would lose most of the weight's digits.
     """
 
     def dtype_of(field: str) -> torch.dtype:
@@ -127,14 +151,22 @@ def load_weights(
     def place_norm(name: str, field: str = "norm") -> torch.Tensor:
         return place(name, field) + config.norm_offset
 
+    shapes = _stacked_shapes(config)
+    packed = _empty_packed(config, checkpoint, shapes, device) if keep_packed else {}
     stacked = {
-        field: torch.empty(shape, device=device, dtype=dtype_of(field))
-        for field, shape in _stacked_shapes(config).items()
+        field: _empty_stack((shape[0], 0, shape[2]) if field in packed else shape, device, dtype_of(field))
+        for field, shape in shapes.items()
     }
     for layer in range(config.num_layers):
         for part in layer_parts(config, layer):
             if part.packed is not None:
-                tensor = _unpacked(checkpoint, part, layer).to(device=device, dtype=dtype).t()
+                words, scales = _read_packed(checkpoint, part, layer)
+                if part.field in packed:
+                    columns = slice(part.first_column, part.first_column + len(words))
+                    packed[part.field].words[part.place][..., columns] = words.t()
+                    packed[part.field].scales[part.place][..., columns] = scales.t()
+                    continue
+                tensor = unpacked(words, scales, part.packed, part.shape[1]).to(device=device, dtype=dtype).t()
             else:
                 read = place_norm if part.field.endswith("norm") else place
                 tensor = read(part.in_layer(layer), part.field).t()  # t() leaves vectors as they are
@@ -145,19 +177,47 @@ def load_weights(
         embedding=embedding,
         final_norm=place_norm(FINAL_NORM),
         head=embedding if config.tie_word_embeddings else place(HEAD),
+        packed=packed,
         **stacked,
     )
 
 
-def _unpacked(checkpoint: Checkpoint, part: TensorPart, layer: int) -> torch.Tensor:
-    """Return a packed matrix, float32 [outputs, inputs]. Raises `CheckpointDamaged`."""
-    assert part.packed is not None
+def _empty_stack(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return room for stacked weights, those in int8 with contiguous inputs."""
+    if dtype != torch.int8:
+        return torch.empty(shape, device=device, dtype=dtype)
+    layers, inputs, outputs = shape
+    return torch.empty((layers, outputs, inputs), device=device, dtype=dtype).transpose(1, 2)
+
+
+def _empty_packed(
+    config: ModelConfig, checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], device: torch.device
+) -> dict[str, PackedMatrices]:
+    """Return room for the matrices that the checkpoint has as packed integers, by field."""
+    names: dict[str, list[str]] = {}  # of the scales
+    for layer in range(config.num_layers):
+        for part in layer_parts(config, layer):
+            if part.packed is not None:
+                names.setdefault(part.field, []).append(part.in_layer(layer) + SCALE_SUFFIX)
+    found = {}
+    for field, of_scales in names.items():
+        assert config.packed_weights is not None
+        layers, inputs, outputs = shapes[field]
+        of_part = config.packed_weights.shapes(outputs, inputs)
+        words = torch.empty((layers, *of_part["_packed"]), device=device, dtype=torch.int32)
+        scales = torch.empty((layers, *of_part["_scale"]), device=device, dtype=checkpoint.dtype(of_scales))
+        found[field] = PackedMatrices(words.transpose(1, 2), scales.transpose(1, 2), config.packed_weights, inputs)
+    return found
+
+
+def _read_packed(checkpoint: Checkpoint, part: TensorPart, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a packed matrix: words int32 [outputs, words], scales [outputs, groups]. Raises `CheckpointDamaged`."""
     packed, scales, shape = (checkpoint.read(name) for name in part.stored(layer))
     if tuple(shape.tolist()) != part.shape:
         raise CheckpointDamaged(
             f"{part.in_layer(layer)}_shape must be {list(part.shape)}, got {shape.tolist()}: the weights are damaged"
         )
-    return unpacked(packed, scales, part.packed, part.shape[1])
+    return packed, scales
 
 
 _MATRICES = ("qkv", "out", "gate_up", "down")
