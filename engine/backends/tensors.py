@@ -101,7 +101,8 @@ class TensorBackend:
         """
         config, w = self._config, self._weights
         width = None if config.kv_owners[layer] == layer else config.q_size
-        qkv = self._linears.linear("qkv", layer, rows, width).unflatten(1, (-1, config.head_dim))
+        qkv = self._linears.linear("qkv", layer, rows, width)
+        qkv = qkv.view(len(qkv), -1, config.head_dim)
         q, k, v = qkv.tensor_split([config.num_heads, config.num_heads + config.num_kv_heads], dim=1)
         if config.qk_norm:
             q, k = self._norm(q, w.q_norm[layer]), self._norm(k, w.k_norm[layer])

@@ -18,10 +18,10 @@ _TANH_SLOPE = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 @triton.jit
 def activated(gate, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return silu(gate), or gelu by tanh, in float32: z * (1 + tanh(u)) / 2 is z * sigmoid(2u)."""
+    slope = gate
     if GELU:
-        return gate * tl.sigmoid((gate + 0.044715 * gate * gate * gate) * _TANH_SLOPE)
-    else:
-        return gate * tl.sigmoid(gate)
+        slope = (gate + 0.044715 * gate * gate * gate) * _TANH_SLOPE
+    return gate * tl.sigmoid(tl.maximum(slope, -87.0))  # exp(87) is the largest that does not overflow
 
 
 @triton.jit
