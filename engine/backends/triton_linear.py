@@ -15,7 +15,7 @@ from engine.packed_weights import PackedMatrices
 from engine.weights import DecoderWeights
 
 _LEAST_ROWS = 16  # of a matrix product on tensor cores
-_WHOLE_GROUP = 32  # groups of a multiple of this are multiplied as integers, then scaled
+_WHOLE_GROUP = 64  # groups of a multiple of this are multiplied as integers, then scaled
 _LARGEST_ROW = 2048  # of a row that 4 warps quantise
 
 
@@ -160,7 +160,7 @@ def multiply_int8(rows: QuantisedRows, weight: torch.Tensor, scale: torch.Tensor
 def multiply_packed(x: torch.Tensor, packed: PackedMatrices, bias: torch.Tensor) -> torch.Tensor:
     """Return x @ weight + bias in x's dtype, for x [N, K], a packed matrix [K, M] and `bias` [M | 0].
 
-    Sums are in float32. Weights whose groups are a multiple of 32 inputs are multiplied as integers; others are rounded
+    Sums are in float32. Weights whose groups are a multiple of 64 inputs are multiplied as integers; others are rounded
     to x's dtype first.
     """
     count, outputs, group = len(x), packed.words.shape[-1], packed.integers.group

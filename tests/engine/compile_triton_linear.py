@@ -1,0 +1,122 @@
+"""Compile the launches of Triton's linear layers for a generation of GPUs, without a GPU:
+
+    python compile_triton_linear.py CAPABILITY DTYPE ROWS...
+
+CAPABILITY: 80 (A100), 89 (RTX 4090), 90 (H100). Every launch is made with tensors that have no values (torch's "meta"
+device), and compiled instead of run. The script fails if a kernel does not compile or needs more shared memory than a
+program may have. It prints the names of the kernels.
+"""
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.backends import triton_expert_kernels, triton_linear_kernels
+from engine.backends.triton_linear import TritonLinears, multiply_int8, multiply_packed, quantise
+from engine.config import ModelConfig, parse_config
+from engine.packed_weights import PackedMatrices
+from engine.quantisation import INT8_ACTIVATIONS, INT8_WEIGHTS, PackedIntegers, quantization_config
+from engine.random_model import RandomModelSpec
+from engine.weights import DecoderWeights
+
+SHARED_NBYTES = 99 << 10  # of a program on an RTX 4090; other GPUs have more
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+class CompiledKernel:
+    """A kernel whose launches are compiled."""
+
+    def __init__(self, kernel: Any, target: GPUTarget) -> None:
+        self._kernel = kernel
+        self._target = target
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self._launch
+
+    def _launch(self, *args: Any, **options: Any) -> None:
+        kernel, names = self._kernel, self._kernel.arg_names
+        given = dict(zip(names, args, strict=False)) | {name: options.pop(name) for name in names if name in options}
+        assert given.keys() == set(names), set(names) ^ given.keys()
+        constants = {param.name: given[param.name] for param in kernel.params if param.is_constexpr}
+        signature = {name: "constexpr" if name in constants else _type(given[name]) for name in names}
+        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name][0] == "*"}
+        source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+        found = triton.compile(source, target=self._target, options=options)
+        assert found.metadata.shared <= SHARED_NBYTES, (kernel.__name__, constants, found.metadata.shared)
+        print(kernel.__name__)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype]
+    return "i32" if type(value) is int else "fp32"
+
+
+def config_of(**given: Any) -> ModelConfig:
+    return parse_config(RandomModelSpec(**given).config(), {}, where="spec")
+
+
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, device="meta", dtype=dtype)
+
+
+def weights_of(**given: torch.Tensor) -> DecoderWeights:
+    names = DecoderWeights.__dataclass_fields__
+    return DecoderWeights(**(dict.fromkeys(names, empty(0, dtype=torch.float32)) | given | {"packed": {}}))
+
+
+def compile_layers(rows: int, dtype: torch.dtype) -> None:
+    """Compile what a layer in int8 and packed layers launch."""
+    quantization = {"quantization_config": quantization_config(INT8_WEIGHTS, INT8_ACTIVATIONS)}
+    inputs, outputs, bias = 4000, 4096, empty(4096, dtype=dtype)
+    x, gate_up = empty(rows, inputs, dtype=dtype), empty(rows, 2 * inputs, dtype=dtype)
+    for family, norm in (("llama", dtype), ("gemma2", torch.float32)):
+        plain = TritonLinears(config_of(family=family), weights_of())
+        in_int8 = TritonLinears(config_of(family=family, extra=quantization), weights_of())
+        in_int8.normed(x, empty(inputs, dtype=norm))
+        in_int8.gated(gate_up)
+        plain.gated(gate_up)
+    weight = empty(outputs, inputs, dtype=torch.int8).t()
+    multiply_int8(quantise(x), weight, empty(outputs, dtype=torch.float32), bias)
+    for bits in (4, 8):
+        for group in (0, 10, 128):
+            words, scales = PackedIntegers(bits, group), empty(outputs, inputs // (group or inputs), dtype=dtype).t()
+            matrix = PackedMatrices(empty(outputs, inputs * bits // 32, dtype=torch.int32).t(), scales, words, inputs)
+            multiply_packed(x, matrix, bias)
+
+
+def compile_experts(rows: int, dtype: torch.dtype) -> None:
+    """Compile what a layer with experts launches."""
+    for family, experts in (("mixtral", 8), ("qwen3_moe", 128)):
+        config = config_of(family=family, experts=experts, hidden=2048, intermediate=768)
+        weights = weights_of(
+            router=empty(1, 2048, experts, dtype=dtype),
+            experts_gate_up=empty(1, experts, 2048, 2 * 768, dtype=dtype),
+            experts_down=empty(1, experts, 768, 2048, dtype=dtype),
+        )
+        TritonLinears(config, weights).mix_experts(0, empty(rows, 2048, dtype=dtype))
+
+
+def main(capability: str, dtype: str, *rows: str) -> None:
+    for module in (triton_linear_kernels, triton_expert_kernels):
+        for name, kernel in vars(module).items():
+            if isinstance(kernel, triton.JITFunction) and name not in ("activated",) and name[0] != "_":
+                setattr(module, name, CompiledKernel(kernel, GPUTarget("cuda", int(capability), 32)))
+    for count in map(int, rows):
+        compile_layers(count, getattr(torch, dtype))
+        compile_experts(count, getattr(torch, dtype))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
