@@ -20,7 +20,7 @@ _LARGEST_ROW = 2048  # of a row that 4 warps quantise
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _ProductTile:
     """Size of the tiles of a product."""
 
     rows: int
@@ -30,16 +30,16 @@ class _Tile:
     stages: int  # loads that are under way at a time
 
 
-def _tile(rows: int, itemsize: int) -> _Tile:
+def _tile(rows: int, itemsize: int) -> _ProductTile:
     """Return the tiles for so many rows of values of so many bytes: few rows are bound by the reading of the weights,
     for which many programs with many loads under way are the best.
     """
     depth = 128 // itemsize
     if rows <= _LEAST_ROWS:
-        return _Tile(_LEAST_ROWS, 32, 2 * depth, 4, 4)
+        return _ProductTile(_LEAST_ROWS, 32, 2 * depth, 4, 4)
     if rows <= 4 * _LEAST_ROWS:
-        return _Tile(1 << (rows - 1).bit_length(), 64, depth, 4, 4)
-    return _Tile(128, 128, depth, 8, 3)
+        return _ProductTile(1 << (rows - 1).bit_length(), 64, depth, 4, 4)
+    return _ProductTile(128, 128, depth, 8, 3)
 
 
 class TritonLinears:
