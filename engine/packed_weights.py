@@ -29,8 +29,8 @@ class PackedMatrices:
     integers: PackedIntegers
     inputs: int
 
-    def at(self, place: int, width: int | None = None) -> "PackedMatrices":
-        """Return the matrix at `place`, of it the first `width` outputs."""
+    def at(self, place: int | tuple[int, int], width: int | None = None) -> "PackedMatrices":
+        """Return the matrix at a place of the leading dimensions, of it the first `width` outputs."""
         words, scales = (tensor[place][..., :width] for tensor in (self.words, self.scales))
         return PackedMatrices(words, scales, self.integers, self.inputs)
 

@@ -100,29 +100,35 @@ class DecoderWeights:
     down_bias: torch.Tensor  # [D, d | 0]
     router: torch.Tensor  # [S, d, E]
     experts_gate_up: torch.Tensor  # [S, E, d, 2G]
+    experts_gate_up_scale: torch.Tensor  # [S, E, 2G | 0]
     experts_down: torch.Tensor  # [S, E, G, d]
+    experts_down_scale: torch.Tensor  # [S, E, d | 0]
     final_norm: torch.Tensor  # [d]
     head: torch.Tensor  # [V, d]; `embedding` itself if they are tied
     packed: Mapping[str, PackedMatrices]  # by field: matrices that are held as packed integers
 
     def linear(
-        self, name: str, layer: int, width: int | None = None
+        self, name: str, place: int | tuple[int, int], width: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (matrix, scale, bias) at place `layer` of the field `name`, of it the first `width` columns.
+        """Return (matrix, scale, bias) at a place of the field `name`, of it the first `width` columns.
 
-        A packed matrix is unpacked by each call.
+        Places of `experts_gate_up` and `experts_down` are pairs. A packed matrix is unpacked by each call.
         """
-        weight, scale, bias = self.stored(name, layer, width)
+        weight, scale, bias = self.stored(name, place, width)
         if isinstance(weight, PackedMatrices):
             weight = weight.floats().to(self.embedding.dtype)
         return weight, scale, bias
 
     def stored(
-        self, name: str, layer: int, width: int | None = None
+        self, name: str, place: int | tuple[int, int], width: int | None = None
     ) -> tuple[torch.Tensor | PackedMatrices, torch.Tensor, torch.Tensor]:
-        """Return what `linear` returns, a packed matrix as it is held."""
-        weight, scale, bias = (getattr(self, name + part)[layer][..., :width] for part in ("", "_scale", "_bias"))
-        return self.packed[name].at(layer, width) if name in self.packed else weight, scale, bias
+        """Return what `linear` returns, packed matrices as they are held.
+
+        Of experts, the place may be that of a layer only: those of all of its experts.
+        """
+        weight, scale = (getattr(self, name + part)[place][..., :width] for part in ("", "_scale"))
+        bias = scale[..., :0] if name in EXPERT_MATRICES else getattr(self, f"{name}_bias")[place][..., :width]
+        return self.packed[name].at(place, width) if name in self.packed else weight, scale, bias
 
 
 def load_weights(
@@ -143,7 +149,7 @@ def load_weights(
     def dtype_of(field: str) -> torch.dtype:
         if field.endswith("scale") or (field.endswith("norm") and config.norm_offset):
             return torch.float32
-        return int8_dtype if config.int8_linears and field in _MATRICES else dtype
+        return int8_dtype if config.int8_linears and field in MATRICES else dtype
 
     def place(name: str, field: str = "") -> torch.Tensor:
         return checkpoint.read(name).to(device=device, dtype=dtype_of(field))
@@ -154,7 +160,7 @@ def load_weights(
     shapes = _stacked_shapes(config)
     packed = _empty_packed(config, checkpoint, shapes, device) if keep_packed else {}
     stacked = {
-        field: _empty_stack((shape[0], 0, shape[2]) if field in packed else shape, device, dtype_of(field))
+        field: _empty_stack((*shape[:-2], 0, shape[-1]) if field in packed else shape, device, dtype_of(field))
         for field, shape in shapes.items()
     }
     for layer in range(config.num_layers):
@@ -186,8 +192,8 @@ def _empty_stack(shape: tuple[int, ...], device: torch.device, dtype: torch.dtyp
     """Return room for stacked weights, those in int8 with contiguous inputs."""
     if dtype != torch.int8:
         return torch.empty(shape, device=device, dtype=dtype)
-    layers, inputs, outputs = shape
-    return torch.empty((layers, outputs, inputs), device=device, dtype=dtype).transpose(1, 2)
+    *places, inputs, outputs = shape
+    return torch.empty((*places, outputs, inputs), device=device, dtype=dtype).transpose(-1, -2)
 
 
 def _empty_packed(
@@ -202,11 +208,11 @@ def _empty_packed(
     found = {}
     for field, of_scales in names.items():
         assert config.packed_weights is not None
-        layers, inputs, outputs = shapes[field]
+        *places, inputs, outputs = shapes[field]
         of_part = config.packed_weights.shapes(outputs, inputs)
-        words = torch.empty((layers, *of_part["_packed"]), device=device, dtype=torch.int32)
-        scales = torch.empty((layers, *of_part["_scale"]), device=device, dtype=checkpoint.dtype(of_scales))
-        found[field] = PackedMatrices(words.transpose(1, 2), scales.transpose(1, 2), config.packed_weights, inputs)
+        words = torch.empty((*places, *of_part["_packed"]), device=device, dtype=torch.int32).transpose(-1, -2)
+        scales = torch.empty((*places, *of_part["_scale"]), device=device, dtype=checkpoint.dtype(of_scales))
+        found[field] = PackedMatrices(words, scales.transpose(-1, -2), config.packed_weights, inputs)
     return found
 
 
@@ -220,7 +226,9 @@ def _read_packed(checkpoint: Checkpoint, part: TensorPart, layer: int) -> tuple[
     return packed, scales
 
 
-_MATRICES = ("qkv", "out", "gate_up", "down")
+EXPERT_MATRICES = ("experts_gate_up", "experts_down")
+MATRICES = ("qkv", "out", "gate_up", "down", *EXPERT_MATRICES)
+"""Fields with the matrices of linear layers, which a checkpoint may have quantised."""
 
 
 def _stacked_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -250,6 +258,12 @@ def _stacked_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "down_bias": (d * config.mlp_bias,),
     }
     count, size = (config.experts.count, config.experts.intermediate_size) if config.experts else (0, 0)
-    with_experts = {"router": (d, count), "experts_gate_up": (count, d, 2 * size), "experts_down": (count, size, d)}
+    with_experts = {
+        "router": (d, count),
+        "experts_gate_up": (count, d, 2 * size),
+        "experts_gate_up_scale": (count, 2 * size * config.int8_linears),
+        "experts_down": (count, size, d),
+        "experts_down_scale": (count, d * config.int8_linears),
+    }
     stacks = ((config.num_layers, each), (config.num_layers - sparse, with_mlp), (sparse, with_experts))
     return {field: (layers, *shape) for layers, shapes in stacks for field, shape in shapes.items()}

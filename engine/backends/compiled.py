@@ -298,8 +298,7 @@ class CompiledBackend:
 
     def _add_experts(self, place: int, hidden: torch.Tensor, work: WorkBuffers) -> None:
         """Add what the experts of a layer make of hidden [N, d] to work.x."""
-        weights = self._weights
-        torch.mm(hidden, weights.router[place], out=torch.from_numpy(work.router))
+        torch.mm(hidden, self._weights.router[place], out=torch.from_numpy(work.router))
         kernels.choose_experts(work.router, self._shape.experts_scaled, work.chosen, work.shares)
         for expert in np.unique(work.chosen).tolist():
             count = kernels.take_rows(expert, work.hidden, work)
@@ -307,9 +306,9 @@ class CompiledBackend:
                 torch.from_numpy(buffer[:count])
                 for buffer in (work.expert_in, work.expert_gate_up, work.expert_gated, work.expert_out)
             )
-            torch.mm(rows, weights.experts_gate_up[place, expert], out=gate_up)
+            self._project("experts_gate_up", (place, expert), rows, gate_up, work)
             kernels.gate(gate_up.numpy(), self._shape.gelu, gated.numpy())
-            torch.mm(gated, weights.experts_down[place, expert], out=out)
+            self._project("experts_down", (place, expert), gated, out, work)
             kernels.put_made(count, work)
         kernels.add_made(work, work.x)
 
@@ -326,7 +325,7 @@ class CompiledBackend:
     def _project(
         self,
         name: str,
-        layer: int,
+        place: int | tuple[int, int],
         a: torch.Tensor,
         out: torch.Tensor,
         work: WorkBuffers,
@@ -335,7 +334,7 @@ class CompiledBackend:
         width: int | None = None,
     ) -> None:
         """Compute out (+)= a @ weight + bias of a linear layer, of it the first `width` columns."""
-        weight, scale, bias = self._weights.linear(name, layer, width)
+        weight, scale, bias = self._weights.linear(name, place, width)
         if scale.numel():
             rows, depth = a.shape
             steps = work.steps[: rows * depth].reshape(rows, depth)
@@ -385,8 +384,8 @@ class CompiledBackend:
             gate_up=buffer("gate_up", 2 * f),
             gated=buffer("gated", f),
             scores=self._buffer("scores", positions + kernels.LANES),
-            steps=self._buffer("steps", c.int8_linears * rows * max(c.hidden_size, c.q_size, f)),
-            products=self._buffer("products", c.int8_linears * rows * max(c.hidden_size, qkv, 2 * f)),
+            steps=self._buffer("steps", c.int8_linears * rows * max(c.hidden_size, c.q_size, f, size)),
+            products=self._buffer("products", c.int8_linears * rows * max(c.hidden_size, qkv, 2 * f, 2 * size)),
             token_scales=self._buffer("token_scales", c.int8_linears * rows),
             router=buffer("router", experts),
             chosen=np.empty((rows, per_token), np.int32),

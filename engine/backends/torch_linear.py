@@ -40,8 +40,11 @@ class TorchLinears:
 
     def linear(self, name: str, layer: int, rows: Rows, width: int | None = None) -> torch.Tensor:
         """Return the first `width` outputs of the rows in a linear layer, [N, width]."""
+        return self._multiply(name, layer, rows, width)
+
+    def _multiply(self, name: str, place: int | tuple[int, int], rows: Rows, width: int | None = None) -> torch.Tensor:
         assert isinstance(rows, torch.Tensor)
-        weight, scale, bias = self._weights.linear(name, layer, width)
+        weight, scale, bias = self._weights.linear(name, place, width)
         if scale.numel():
             return int8_linear(rows, weight, scale, bias)
         return torch.addmm(bias, rows, weight) if bias.numel() else rows @ weight
@@ -59,9 +62,9 @@ class TorchLinears:
         rows, made, begin = h[order // experts.per_token], h.new_empty(len(order), h.shape[1]), 0
         for expert, count in enumerate(counts):
             if count:
-                gated = self.gated(rows[begin : begin + count] @ w.experts_gate_up[place, expert])
-                assert isinstance(gated, torch.Tensor)
-                made[begin : begin + count] = gated @ w.experts_down[place, expert]
+                at = place, expert
+                gated = self.gated(self._multiply("experts_gate_up", at, rows[begin : begin + count]))
+                made[begin : begin + count] = self._multiply("experts_down", at, gated)
                 begin += count
         unsorted = torch.empty_like(made)
         unsorted[order] = made

@@ -11,7 +11,7 @@ With TRITON_INTERPRET=1 the kernels run on CPU tensors.
 import triton
 import triton.language as tl
 
-from engine.backends.triton_linear_kernels import activated
+from engine.backends.triton_linear_kernels import gated, tile_product
 
 
 def most_tiles(choices: int, experts: int, rows: int) -> int:
@@ -41,85 +41,127 @@ def _tile(ends, tile, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.const
 
 @triton.jit
 def gate_by_experts(  # type: ignore[no-untyped-def]
-    h,  # [N, INPUTS]
-    order,  # int64 [N * PER_TOKEN]: the choices, sorted by expert; choice c is of row c // PER_TOKEN
+    x,  # as `tile_product`, as the arguments that are not explained: a row is that of PER_TOKEN choices
+    token_scales,
+    order,  # int64 [choices]: the choices, sorted by expert; choice c is of row c // PER_TOKEN
     ends,  # int32 [EXPERTS]
-    weight,  # [EXPERTS, INPUTS, 2 * SIZE]: gates, then what they multiply
-    out,  # as h [N * PER_TOKEN, SIZE], sorted by expert
+    weight,  # of each expert [INPUTS, 2 * SIZE]: gates, then what they multiply
+    expert_stride,
+    input_stride,
+    output_stride,
+    scales,
+    expert_scale_stride,
+    group_stride,
+    scale_stride,
+    out,  # [choices, SIZE], sorted by expert
     INPUTS: tl.constexpr,
     SIZE: tl.constexpr,
     EXPERTS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     GELU: tl.constexpr,
     WIDTH: tl.constexpr,  # EXPERTS as a power of two
-    ROWS: tl.constexpr,  # of a tile
-    OUTPUTS: tl.constexpr,
-    DEPTH: tl.constexpr,  # inputs that are multiplied at a time
-    WIDEN: tl.constexpr,  # products of float32: the interpreter's of bfloat16 are wrong
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,  # of both halves together
+    DEPTH: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     expert, begin, end = _tile(ends, tl.program_id(0), EXPERTS, WIDTH, ROWS)
     if expert >= EXPERTS:
         return
     row = begin + tl.arange(0, ROWS)
     is_row = row < end
-    source = tl.load(order + row, mask=is_row, other=0) // PER_TOKEN
-    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    is_column = column < SIZE
-    matrix = weight + expert.to(tl.int64) * INPUTS * 2 * SIZE
-    gate = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    up = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for at in range(0, INPUTS, DEPTH):
-        inner = at + tl.arange(0, DEPTH)
-        is_inner = inner < INPUTS
-        a = tl.load(h + source[:, None] * INPUTS + inner[None, :], mask=is_row[:, None] & is_inner[None, :], other=0.0)
-        cell = matrix + inner[:, None] * 2 * SIZE + column[None, :]
-        mask = is_inner[:, None] & is_column[None, :]
-        b, c = tl.load(cell, mask=mask, other=0.0), tl.load(cell + SIZE, mask=mask, other=0.0)
-        if WIDEN:
-            a, b, c = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32)
-        gate = tl.dot(a, b, gate, input_precision="ieee")
-        up = tl.dot(a, c, up, input_precision="ieee")
-    gated = (activated(gate, GELU) * up).to(out.dtype.element_ty)
+    HALF: tl.constexpr = OUTPUTS // 2
+    column, first = tl.arange(0, OUTPUTS), tl.program_id(1) * HALF
+    is_column = first + column % HALF < SIZE
+    total = tile_product(
+        x,
+        token_scales,
+        tl.load(order + row, mask=is_row, other=0) // PER_TOKEN,
+        is_row,
+        weight + expert.to(tl.int64) * expert_stride,
+        input_stride,
+        output_stride,
+        scales + expert.to(tl.int64) * expert_scale_stride,
+        group_stride,
+        scale_stride,
+        first + column // HALF * SIZE + column % HALF,
+        is_column,
+        INPUTS,
+        FORM,
+        BITS,
+        GROUP,
+        ROWS,
+        OUTPUTS,
+        DEPTH,
+        WIDEN,
+    )
+    gate, up = tl.split(tl.permute(tl.reshape(total, [ROWS, 2, HALF]), (0, 2, 1)))
+    column = first + tl.arange(0, HALF)
     place = row.to(tl.int64)[:, None] * SIZE + column[None, :]
-    tl.store(out + place, gated, mask=is_row[:, None] & is_column[None, :])
+    values = gated(gate, up, out.dtype.element_ty, GELU)
+    tl.store(out + place, values, mask=is_row[:, None] & (column < SIZE)[None, :])
 
 
 @triton.jit
 def weigh_by_experts(  # type: ignore[no-untyped-def]
-    gated,  # [N * PER_TOKEN, SIZE], sorted by expert
-    order,  # int64 [N * PER_TOKEN]
+    x,  # as `tile_product`, as the arguments that are not explained: a row is a choice, sorted by expert
+    token_scales,
+    order,  # int64 [choices]
     ends,  # int32 [EXPERTS]
-    shares,  # float32 [N * PER_TOKEN], by choice
-    weight,  # [EXPERTS, SIZE, OUT]
-    out,  # float32 [N * PER_TOKEN, OUT], by choice
-    SIZE: tl.constexpr,
+    shares,  # float32 [choices], by choice
+    weight,  # of each expert [INPUTS, OUT]
+    expert_stride,
+    input_stride,
+    output_stride,
+    scales,
+    expert_scale_stride,
+    group_stride,
+    scale_stride,
+    out,  # float32 [choices, OUT], by choice
+    INPUTS: tl.constexpr,
     OUT: tl.constexpr,
     EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,  # EXPERTS as a power of two
-    ROWS: tl.constexpr,  # of a tile
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    DEPTH: tl.constexpr,  # inputs that are multiplied at a time
-    WIDEN: tl.constexpr,  # products of float32: the interpreter's of bfloat16 are wrong
+    DEPTH: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     expert, begin, end = _tile(ends, tl.program_id(0), EXPERTS, WIDTH, ROWS)
     if expert >= EXPERTS:
         return
     row = begin + tl.arange(0, ROWS)
     is_row = row < end
-    choice = tl.load(order + row, mask=is_row, other=0)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_column = column < OUT
-    matrix = weight + expert.to(tl.int64) * SIZE * OUT
-    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for at in range(0, SIZE, DEPTH):
-        inner = at + tl.arange(0, DEPTH)
-        is_inner = inner < SIZE
-        source = gated + row.to(tl.int64)[:, None] * SIZE + inner[None, :]
-        a = tl.load(source, mask=is_row[:, None] & is_inner[None, :], other=0.0)
-        cell = matrix + inner[:, None] * OUT + column[None, :]
-        b = tl.load(cell, mask=is_inner[:, None] & is_column[None, :], other=0.0)
-        if WIDEN:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        total = tl.dot(a, b, total, input_precision="ieee")
+    total = tile_product(
+        x,
+        token_scales,
+        row.to(tl.int64),
+        is_row,
+        weight + expert.to(tl.int64) * expert_stride,
+        input_stride,
+        output_stride,
+        scales + expert.to(tl.int64) * expert_scale_stride,
+        group_stride,
+        scale_stride,
+        column,
+        is_column,
+        INPUTS,
+        FORM,
+        BITS,
+        GROUP,
+        ROWS,
+        OUTPUTS,
+        DEPTH,
+        WIDEN,
+    )
+    choice = tl.load(order + row, mask=is_row, other=0)
     weighted = total * tl.load(shares + choice, mask=is_row, other=0.0)[:, None]
     tl.store(out + choice[:, None] * OUT + column[None, :], weighted, mask=is_row[:, None] & is_column[None, :])

@@ -3,8 +3,10 @@ and mixtures of experts for which the host does not wait. Products of floats are
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton.language as tl
 
 from engine.backends import triton_expert_kernels as expert_kernels
 from engine.backends import triton_linear_kernels as kernels
@@ -12,10 +14,13 @@ from engine.backends.interface import QuantisedRows, Rows
 from engine.backends.torch_linear import chosen_experts, rms_norm
 from engine.config import SILU, ModelConfig
 from engine.packed_weights import PackedMatrices
+from engine.quantisation import PackedIntegers
 from engine.weights import DecoderWeights
 
 _LEAST_ROWS = 16  # of a matrix product on tensor cores
 _WHOLE_GROUP = 64  # groups of a multiple of this are multiplied as integers, then scaled
+_LEAST_RUN = 32  # consecutive outputs of a tile: fewer than a cache line of the weights is read in vain
+_NOT_PACKED = PackedIntegers(bits=8, group=0)
 _LARGEST_ROW = 2048  # of a row that 4 warps quantise
 
 
@@ -48,7 +53,6 @@ class TritonLinears:
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self._config = config
         self._weights = weights
-        self._widen = weights.embedding.device.type == "cpu"
 
     def normed(self, x: torch.Tensor, weight: torch.Tensor) -> Rows:
         """Return the RMS norms of x [N, d] times weight [d], quantised if the linear layers are in int8."""
@@ -70,11 +74,8 @@ class TritonLinears:
     def linear(self, name: str, layer: int, rows: Rows, width: int | None = None) -> torch.Tensor:
         """Return the first `width` outputs of the rows in a linear layer, [N, width]."""
         weight, scale, bias = self._weights.stored(name, layer, width)
-        if isinstance(weight, PackedMatrices):
-            assert isinstance(rows, torch.Tensor)
-            return multiply_packed(rows, weight, bias)
-        if scale.numel():
-            return multiply_int8(rows if isinstance(rows, QuantisedRows) else quantise(rows), weight, scale, bias)
+        if isinstance(weight, PackedMatrices) or scale.numel():
+            return multiply(rows, weight, scale, bias)
         assert isinstance(rows, torch.Tensor)
         return torch.addmm(bias, rows, weight) if bias.numel() else rows @ weight
 
@@ -83,43 +84,90 @@ class TritonLinears:
 
         The host does not wait for the choice of experts.
         """
-        config, w = self._config, self._weights
-        experts, h = config.experts, h.contiguous()
+        config, w, hidden = self._config, self._weights, h.shape[1]
+        experts = config.experts
         assert experts is not None
-        count, size, per_token, (rows, hidden) = experts.count, experts.intermediate_size, experts.per_token, h.shape
+        count, size, per_token = experts.count, experts.intermediate_size, experts.per_token
         shares, chosen = chosen_experts(h, w.router[place], experts)
         ordered, order = chosen.flatten().sort(stable=True)
         numbers = torch.arange(count, device=h.device)
         ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
-        tile = _tile(-(-rows * per_token // count), h.element_size())
-        tiles = expert_kernels.most_tiles(rows * per_token, count, tile.rows)
-        shape = {
-            "SIZE": size,
-            "EXPERTS": count,
-            "WIDTH": _power_of_two(count),
-            "ROWS": tile.rows,
-            "OUTPUTS": min(tile.outputs, 64),  # the first kernel has two products
-            "DEPTH": tile.depth,
-            "WIDEN": self._widen,
-            "num_warps": tile.warps,
-            "num_stages": tile.stages,
-        }
-        gated, made = h.new_empty(len(order), size), h.new_empty(len(order), hidden, dtype=torch.float32)
-        expert_kernels.gate_by_experts[tiles, -(-size // shape["OUTPUTS"])](
-            h,
+        rows_of_each = -(-len(order) // count)
+        gate_up, down = (_Matrices.of(*w.stored(name, place)[:2]) for name in ("experts_gate_up", "experts_down"))
+        shape = {"EXPERTS": count, "WIDTH": _power_of_two(count)}
+
+        gated, operand = h.new_empty(len(order), size), gate_up.operand(h)
+        launch = gate_up.launch(operand, rows_of_each)
+        launch["OUTPUTS"] = max(launch["OUTPUTS"], 2 * _LEAST_RUN)
+        tiles = expert_kernels.most_tiles(len(order), count, launch["ROWS"])
+        expert_kernels.gate_by_experts[tiles, -(-2 * size // launch["OUTPUTS"])](
+            *operand,
             order,
             ends,
-            w.experts_gate_up[place],
+            *gate_up.arguments,
             gated,
-            INPUTS=hidden,
+            SIZE=size,
             PER_TOKEN=per_token,
             GELU=config.activation != SILU,
             **shape,
+            **launch,
         )
-        expert_kernels.weigh_by_experts[tiles, -(-hidden // shape["OUTPUTS"])](
-            gated, order, ends, shares.contiguous(), w.experts_down[place], made, OUT=hidden, **shape
+        made, operand = h.new_empty(len(order), hidden, dtype=torch.float32), down.operand(gated)
+        launch = down.launch(operand, rows_of_each)
+        expert_kernels.weigh_by_experts[tiles, -(-hidden // launch["OUTPUTS"])](
+            *operand, order, ends, shares.contiguous(), *down.arguments, made, OUT=hidden, **shape, **launch
         )
-        return made.view(rows, per_token, hidden).sum(dim=1).to(h.dtype)
+        return made.view(len(h), per_token, hidden).sum(dim=1).to(h.dtype)
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """A matrix, or one of each expert, as the kernels read it."""
+
+    weight: torch.Tensor  # [..., inputs, outputs], or [..., words, outputs]
+    scales: torch.Tensor  # [..., groups, outputs]
+    inputs: int
+    form: tl.constexpr
+    integers: PackedIntegers
+
+    @classmethod
+    def of(cls, weight: torch.Tensor | PackedMatrices, scale: torch.Tensor) -> "_Matrices":
+        """Return the matrices of `DecoderWeights.stored`."""
+        if isinstance(weight, PackedMatrices):
+            return cls(weight.words, weight.scales, weight.inputs, kernels.PACKED, weight.integers)
+        form = kernels.INT8 if scale.numel() else kernels.FLOATS
+        return cls(weight, scale.unsqueeze(-2), weight.shape[-2], form, _NOT_PACKED)
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor | int, ...]:
+        """Return weight and scales, each before its strides."""
+        return self.weight, *self.weight.stride(), self.scales, *self.scales.stride()
+
+    def operand(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows as the kernels read them beside these matrices, and their scales."""
+        if self.form == kernels.INT8:
+            rows = rows if isinstance(rows, QuantisedRows) else quantise(rows)
+            return rows.steps, rows.scales
+        assert isinstance(rows, torch.Tensor)
+        return rows.contiguous(), self.scales  # no scales are read
+
+    def launch(self, operand: tuple[torch.Tensor, torch.Tensor], rows: int) -> dict[str, Any]:
+        """Return the launch parameters of products with so many rows of an operand."""
+        x, group = operand[0], self.integers.group
+        tile = _tile(rows, x.element_size())
+        divisor = group & -group  # the largest power of two that divides it; 0 if all inputs share a scale
+        return {
+            "INPUTS": self.inputs,
+            "FORM": self.form,
+            "BITS": self.integers.bits,
+            "GROUP": group,
+            "ROWS": tile.rows,
+            "OUTPUTS": tile.outputs,
+            "DEPTH": min(tile.depth, divisor) if divisor >= _WHOLE_GROUP else tile.depth,
+            "WIDEN": x.device.type == "cpu",
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
 
 
 def quantise(x: torch.Tensor) -> QuantisedRows:
@@ -129,65 +177,22 @@ def quantise(x: torch.Tensor) -> QuantisedRows:
     return QuantisedRows(steps, scales, x.dtype)
 
 
-def multiply_int8(rows: QuantisedRows, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return rows @ weight + bias in the dtype of the values that were rounded, for rows [N, K], integers `weight`
-    int8 [K, M], their `scale` float32 [M], and `bias` [M | 0].
+def multiply(
+    rows: Rows, weight: torch.Tensor | PackedMatrices, scale: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """Return rows @ weight + bias in the rows' dtype, for rows [N, K] and `bias` [M | 0].
+
+    `weight` [K, M] is packed, or in int8 with its `scale` float32 [M]; then the rows are rounded, too. Products of
+    packed weights are summed in float32: weights whose groups are a multiple of 64 inputs are multiplied as integers,
+    others are rounded to the rows' dtype first.
     """
-    (inputs, outputs), count = weight.shape, len(rows.steps)
-    out = torch.empty((count, outputs), dtype=rows.dtype, device=weight.device)
-    tile = _tile(count, weight.element_size())
-    kernels.multiply_int8[-(-count // tile.rows), -(-outputs // tile.outputs)](
-        rows.steps,
-        rows.scales,
-        weight,
-        scale,
-        bias,
-        out,
-        count,
-        outputs,
-        *weight.stride(),
-        INPUTS=inputs,
-        HAS_BIAS=bool(bias.numel()),
-        ROWS=tile.rows,
-        OUTPUTS=tile.outputs,
-        DEPTH=tile.depth,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    return out
-
-
-def multiply_packed(x: torch.Tensor, packed: PackedMatrices, bias: torch.Tensor) -> torch.Tensor:
-    """Return x @ weight + bias in x's dtype, for x [N, K], a packed matrix [K, M] and `bias` [M | 0].
-
-    Sums are in float32. Weights whose groups are a multiple of 64 inputs are multiplied as integers; others are rounded
-    to x's dtype first.
-    """
-    count, outputs, group = len(x), packed.words.shape[-1], packed.integers.group
-    out = x.new_empty(count, outputs)
-    tile = _tile(count, x.element_size())
-    divisor = group & -group  # the largest power of two that divides it; 0 if all inputs share a scale
-    depth = min(tile.depth, divisor) if divisor >= _WHOLE_GROUP else tile.depth
-    kernels.multiply_packed[-(-count // tile.rows), -(-outputs // tile.outputs)](
-        x.contiguous(),
-        packed.words,
-        packed.scales,
-        bias,
-        out,
-        count,
-        outputs,
-        *packed.words.stride(),
-        *packed.scales.stride(),
-        INPUTS=packed.inputs,
-        BITS=packed.integers.bits,
-        GROUP=group,
-        HAS_BIAS=bool(bias.numel()),
-        ROWS=tile.rows,
-        OUTPUTS=tile.outputs,
-        DEPTH=depth,
-        WIDEN=x.device.type == "cpu",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+    matrices = _Matrices.of(weight, scale)
+    operand, outputs = matrices.operand(rows), matrices.weight.shape[-1]
+    count = len(operand[0])
+    out = torch.empty((count, outputs), dtype=rows.dtype, device=operand[0].device)
+    launch = matrices.launch(operand, count)
+    kernels.multiply[-(-count // launch["ROWS"]), -(-outputs // launch["OUTPUTS"])](
+        *operand, *matrices.arguments, bias, out, count, outputs, HAS_BIAS=bool(bias.numel()), **launch
     )
     return out
 

@@ -8,6 +8,7 @@ program may have. It prints the names of the kernels.
 """
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.backends import triton_expert_kernels, triton_linear_kernels
-from engine.backends.triton_linear import TritonLinears, multiply_int8, multiply_packed, quantise
+from engine.backends.triton_linear import TritonLinears, multiply, quantise
 from engine.config import ModelConfig, parse_config
 from engine.packed_weights import PackedMatrices
 from engine.quantisation import INT8_ACTIVATIONS, INT8_WEIGHTS, PackedIntegers, quantization_config
@@ -24,6 +25,10 @@ from engine.random_model import RandomModelSpec
 from engine.weights import DecoderWeights
 
 SHARED_NBYTES = 99 << 10  # of a program on an RTX 4090; other GPUs have more
+KERNELS = {
+    triton_linear_kernels: ("quantise_rows", "quantise_norms", "gate_rows", "multiply"),
+    triton_expert_kernels: ("gate_by_experts", "weigh_by_experts"),
+}
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -88,31 +93,38 @@ def compile_layers(rows: int, dtype: torch.dtype) -> None:
         in_int8.gated(gate_up)
         plain.gated(gate_up)
     weight = empty(outputs, inputs, dtype=torch.int8).t()
-    multiply_int8(quantise(x), weight, empty(outputs, dtype=torch.float32), bias)
+    multiply(quantise(x), weight, empty(outputs, dtype=torch.float32), bias)
     for bits in (4, 8):
         for group in (0, 10, 128):
             words, scales = PackedIntegers(bits, group), empty(outputs, inputs // (group or inputs), dtype=dtype).t()
             matrix = PackedMatrices(empty(outputs, inputs * bits // 32, dtype=torch.int32).t(), scales, words, inputs)
-            multiply_packed(x, matrix, bias)
+            multiply(x, matrix, bias[:0], bias)
 
 
 def compile_experts(rows: int, dtype: torch.dtype) -> None:
-    """Compile what a layer with experts launches."""
-    for family, experts in (("mixtral", 8), ("qwen3_moe", 128)):
-        config = config_of(family=family, experts=experts, hidden=2048, intermediate=768)
-        weights = weights_of(
-            router=empty(1, 2048, experts, dtype=dtype),
-            experts_gate_up=empty(1, experts, 2048, 2 * 768, dtype=dtype),
-            experts_down=empty(1, experts, 768, 2048, dtype=dtype),
-        )
-        TritonLinears(config, weights).mix_experts(0, empty(rows, 2048, dtype=dtype))
+    """Compile what layers with experts in all forms launch."""
+    experts, hidden, size = 128, 2048, 768
+    shapes = {"experts_gate_up": (hidden, 2 * size), "experts_down": (size, hidden)}
+    plain = config_of(family="qwen3_moe", experts=experts, hidden=hidden, intermediate=size)
+    packed, int8, floats = {}, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, (inputs, outputs) in shapes.items():
+        words = empty(1, experts, outputs, inputs // 8, dtype=torch.int32).transpose(2, 3)
+        scales = empty(1, experts, outputs, inputs // 128, dtype=dtype).transpose(2, 3)
+        packed[name] = PackedMatrices(words, scales, PackedIntegers(4, 128), inputs)
+        int8[name] = empty(1, experts, outputs, inputs, dtype=torch.int8).transpose(2, 3)
+        int8[name + "_scale"] = empty(1, experts, outputs, dtype=torch.float32)
+        floats[name] = empty(1, experts, inputs, outputs, dtype=dtype)
+        floats[name + "_scale"] = empty(1, experts, 0, dtype=torch.float32)
+    router, h = empty(1, hidden, experts, dtype=dtype), empty(rows, hidden, dtype=dtype)
+    for weights in (weights_of(**floats), weights_of(**int8), replace(weights_of(**floats), packed=packed)):
+        TritonLinears(plain, replace(weights, router=router)).mix_experts(0, h)
 
 
 def main(capability: str, dtype: str, *rows: str) -> None:
-    for module in (triton_linear_kernels, triton_expert_kernels):
-        for name, kernel in vars(module).items():
-            if isinstance(kernel, triton.JITFunction) and name not in ("activated",) and name[0] != "_":
-                setattr(module, name, CompiledKernel(kernel, GPUTarget("cuda", int(capability), 32)))
+    target = GPUTarget("cuda", int(capability), 32)
+    for module, names in KERNELS.items():
+        for name in names:
+            setattr(module, name, CompiledKernel(getattr(module, name), target))
     for count in map(int, rows):
         compile_layers(count, getattr(torch, dtype))
         compile_experts(count, getattr(torch, dtype))

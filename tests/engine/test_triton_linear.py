@@ -24,15 +24,16 @@ from engine.int8_linear import quantised
 from engine.packed_weights import PackedMatrices, pack, unpacked
 from engine.quantisation import INT8_ACTIVATIONS, INT8_WEIGHTS, PackedIntegers, quantization_config
 from engine.random_model import RandomModelSpec, write_random_model
-from engine.weights import DecoderWeights
+from engine.weights import MATRICES, DecoderWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 pytest.importorskip("triton", reason="Triton is not installed: `make test` installs it")
 from engine.backends import triton_expert_kernels, triton_linear  # noqa: E402
-from engine.backends.triton_linear import TritonLinears, multiply_int8, multiply_packed, quantise  # noqa: E402
+from engine.backends.triton_linear import TritonLinears, multiply, quantise  # noqa: E402
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NONE = torch.empty(0, device=DEVICE)
 LENGTH = 41
 
 
@@ -74,7 +75,7 @@ def test_a_value_that_is_not_finite_spoils_its_own_row_only(bad: float) -> None:
     x = torch.ones(2, 8)
     x[1, 3] = bad
     weight = torch.ones(8, 3, dtype=torch.int8)
-    out = multiply_int8(quantise(x.to(DEVICE)), weight.to(DEVICE), torch.ones(3).to(DEVICE), torch.zeros(0).to(DEVICE))
+    out = multiply(quantise(x.to(DEVICE)), weight.to(DEVICE), torch.ones(3).to(DEVICE), torch.zeros(0).to(DEVICE))
     assert out[0].tolist() == [8.0] * 3
     assert not out[1].isfinite().any()
 
@@ -89,7 +90,7 @@ def test_products_in_int8_are_exact(rows: int, inputs: int, outputs: int, has_bi
     bias = values(outputs if has_bias else 0, seed=3)
     sums = (given.steps.cpu().int() @ weight.cpu().int()).float().to(DEVICE)  # fewer digits than float32 has
     want = sums * given.scales[:, None] * scale
-    found = multiply_int8(given, weight, scale, bias)
+    found = multiply(given, weight, scale, bias)
     if has_bias:
         torch.testing.assert_close(found, want + bias, rtol=1e-6, atol=1e-4)
     else:
@@ -102,7 +103,7 @@ def test_sums_beyond_the_digits_of_float32_are_exact() -> None:
     weight = torch.full((inputs, 2), 127, dtype=torch.int8, device=DEVICE)
     weight[0, 1] = 126
     one = torch.ones(1, device=DEVICE)
-    found = multiply_int8(QuantisedRows(steps, one, torch.float32), weight, one.expand(2).contiguous(), one[:0])
+    found = multiply(QuantisedRows(steps, one, torch.float32), weight, one.expand(2).contiguous(), one[:0])
     assert found.tolist() == [[127 * 127 * inputs, float(np.float32(127 * 127 * inputs - 127))]]
 
 
@@ -112,7 +113,7 @@ def test_a_layer_in_int8_gives_the_bits_of_torch(seed: int) -> None:
     rows, inputs, outputs = (int(rng.integers(1, most)) for most in (40, 300, 90))
     x, weight = values(rows, inputs, seed=seed).cpu(), integers(inputs, outputs, seed=seed).cpu()
     scale, bias = values(outputs, seed=seed).abs().cpu(), torch.zeros(0)
-    found = multiply_int8(quantise(x.to(DEVICE)), weight.to(DEVICE), scale.to(DEVICE), bias.to(DEVICE))
+    found = multiply(quantise(x.to(DEVICE)), weight.to(DEVICE), scale.to(DEVICE), bias.to(DEVICE))
     assert torch.equal(found.cpu(), int8_linear(x, weight, scale, bias))
 
 
@@ -185,7 +186,7 @@ def test_packed_weights_are_multiplied_as_their_floats(rows: int, shape: str, bi
     matrix, floats = packed(outputs, inputs, PackedIntegers(bits, group))
     x, bias = values(rows, inputs, seed=rows), values(outputs * (rows % 2), seed=9)
     want = x @ floats + bias if bias.numel() else x @ floats
-    torch.testing.assert_close(multiply_packed(x, matrix, bias), want, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(multiply(x, matrix, NONE, bias), want, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("group", [0, 16, 32])
@@ -193,7 +194,7 @@ def test_packed_weights_are_multiplied_as_their_floats(rows: int, shape: str, bi
 def test_packed_weights_are_multiplied_in_16_bits(dtype: torch.dtype, group: int) -> None:
     matrix, floats = packed(24, 64, PackedIntegers(4, group))
     x = values(3, 64, dtype=dtype)
-    found = multiply_packed(x, matrix, x.new_empty(0))
+    found = multiply(x, matrix, NONE, x.new_empty(0))
     assert found.dtype == dtype
     want = x.float() @ floats
     assert (found.float() - want).abs().max() < 4 * torch.finfo(dtype).eps * want.abs().max()
@@ -213,6 +214,13 @@ PACKED = {
     for group in (32, 0)
 }
 INT8 = quantization_config(INT8_WEIGHTS, INT8_ACTIVATIONS)
+
+
+def of_mixture(form: dict[str, Any]) -> dict[str, Any]:
+    """Return a scheme for a mixture, of which the routers stay floats."""
+    return form | {"ignore": ["lm_head", "re:.*gate$"]}
+
+
 BIASES = {"attention_bias": True, "mlp_bias": True}
 MODELS = {
     **{name: RandomModelSpec(scale=2.0, extra={"quantization_config": form}) for name, form in PACKED.items()},
@@ -227,6 +235,18 @@ MODELS = {
     "int8, biases": RandomModelSpec(tied=False, extra={"quantization_config": INT8, **BIASES}),
     "int8, gemma2": RandomModelSpec(family="gemma2", head_dim=16, extra={"quantization_config": INT8}),
     "mixtral": RandomModelSpec(family="mixtral", experts=7, scale=2.0),
+    "int8, mixtral": RandomModelSpec(family="mixtral", extra={"quantization_config": of_mixture(INT8)}),
+    "8 bits, mixtral": RandomModelSpec(
+        family="mixtral", experts=3, extra={"quantization_config": of_mixture(PACKED["8 bits by channel"])}
+    ),
+    "4 bits, qwen3_moe": RandomModelSpec(
+        family="qwen3_moe",
+        extra={
+            "quantization_config": of_mixture(PACKED["4 bits by group"]),
+            "mlp_only_layers": [1],
+            "moe_intermediate_size": 96,
+        },
+    ),
     "qwen3_moe": RandomModelSpec(
         family="qwen3_moe",
         layers=3,
@@ -265,13 +285,13 @@ def test_a_model_gives_the_logits_of_the_torch_backend(name: str, runner: Any, t
 
 def linear_nbytes(weights: DecoderWeights) -> int:
     """Return the bytes that the linear layers' matrices and scales occupy."""
-    held = [getattr(weights, name) for name in ("qkv", "out", "gate_up", "down")]
+    held = [getattr(weights, name) for name in MATRICES]
     for matrices in weights.packed.values():
         held += [matrices.words, matrices.scales]
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", [*PACKED, "4 bits, qwen3_moe"])
 def test_packed_weights_stay_as_small_as_they_are_stored(name: str, tmp_path: Path) -> None:
     folder = write_random_model(tmp_path, MODELS[name])
     by_triton, by_torch = (load_model(folder, backend=backend, device=DEVICE) for backend in ("triton", "torch"))
@@ -306,8 +326,7 @@ def compile_for(folder: Path, *arguments: str) -> set[str]:
 
 
 KERNELS = {
-    "gate_by_experts", "gate_rows", "multiply_int8", "multiply_packed", "quantise_norms", "quantise_rows",
-    "weigh_by_experts",
+    "gate_by_experts", "gate_rows", "multiply", "quantise_norms", "quantise_rows", "weigh_by_experts",
 }  # fmt: skip
 
 
