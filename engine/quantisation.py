@@ -12,6 +12,7 @@ _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 INT8_WEIGHTS: dict[str, object] = {**_INT8, "strategy": "channel"}
 INT8_ACTIVATIONS: dict[str, object] = {**_INT8, "strategy": "token", "dynamic": True}
 """Schemes in compressed-tensors' `quantization_config` for linear layers in int8."""
+# As compressed-tensors' recipes for these models name the layers that choose experts; checkpoints mostly list them.
 _ALL_ROUTERS = [[f"re:.*{name}"] for name in ("gate$", "mlp.gate$", "block_sparse_moe.gate", "block_sparse_moe.gate$")]
 _SUPPORTED = (
     "of quantized weights, compressed-tensors in int8 (int-quantized: per channel, with activations in int8, per token "
@@ -96,7 +97,9 @@ def read_quantisation(read: ConfigReader, routers: Collection[str] = ()) -> tupl
     tied = read.typed("tie_word_embeddings", bool, False)
     if routers:
         rest = [name for name in ignored if name != "lm_head"]
-        if not (tied or "lm_head" in ignored) or (sorted(rest) != sorted(routers) and rest not in _ALL_ROUTERS):
+        if not (tied or "lm_head" in ignored) or (
+            sorted(map(str, rest)) != sorted(routers) and rest not in _ALL_ROUTERS
+        ):
             raise UnsupportedModel(
                 f"{read.where}: quantization_config.ignore must name lm_head and all routers ({min(routers)}, ...), "
                 f"got {shortened(json.dumps(ignored))}: {_SUPPORTED}"
