@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton.language as tl
 
 from engine.backends import triton_expert_kernels as expert_kernels
 from engine.backends import triton_linear_kernels as kernels
@@ -127,16 +126,16 @@ class _Matrices:
     weight: torch.Tensor  # [..., inputs, outputs], or [..., words, outputs]
     scales: torch.Tensor  # [..., groups, outputs]
     inputs: int
-    form: tl.constexpr
+    form: int  # of `triton_linear_kernels`
     integers: PackedIntegers
 
     @classmethod
     def of(cls, weight: torch.Tensor | PackedMatrices, scale: torch.Tensor) -> "_Matrices":
         """Return the matrices of `DecoderWeights.stored`."""
         if isinstance(weight, PackedMatrices):
-            return cls(weight.words, weight.scales, weight.inputs, kernels.PACKED, weight.integers)
+            return cls(weight.words, weight.scales, weight.inputs, kernels.PACKED.value, weight.integers)
         form = kernels.INT8 if scale.numel() else kernels.FLOATS
-        return cls(weight, scale.unsqueeze(-2), weight.shape[-2], form, _NOT_PACKED)
+        return cls(weight, scale.unsqueeze(-2), weight.shape[-2], form.value, _NOT_PACKED)
 
     @property
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
@@ -145,7 +144,7 @@ class _Matrices:
 
     def operand(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows as the kernels read them beside these matrices, and their scales."""
-        if self.form == kernels.INT8:
+        if self.form == kernels.INT8.value:
             rows = rows if isinstance(rows, QuantisedRows) else quantise(rows)
             return rows.steps, rows.scales
         assert isinstance(rows, torch.Tensor)

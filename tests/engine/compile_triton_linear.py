@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from engine.backends import triton_expert_kernels, triton_linear_kernels
 from engine.backends.triton_linear import TritonLinears, multiply, quantise
@@ -29,43 +28,37 @@ KERNELS = {
     triton_linear_kernels: ("quantise_rows", "quantise_norms", "gate_rows", "multiply"),
     triton_expert_kernels: ("gate_by_experts", "weigh_by_experts"),
 }
-TYPES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int8: "i8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
+
+
+class AbsentGpu:
+    """Triton's driver of a GPU for which kernels are compiled."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
 class CompiledKernel:
     """A kernel whose launches are compiled."""
 
-    def __init__(self, kernel: Any, target: GPUTarget) -> None:
+    def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._target = target
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return self._launch
+        return lambda *args, **options: self._launch(grid, *args, **options)
 
-    def _launch(self, *args: Any, **options: Any) -> None:
-        kernel, names = self._kernel, self._kernel.arg_names
-        given = dict(zip(names, args, strict=False)) | {name: options.pop(name) for name in names if name in options}
-        assert given.keys() == set(names), set(names) ^ given.keys()
-        constants = {param.name: given[param.name] for param in kernel.params if param.is_constexpr}
-        signature = {name: "constexpr" if name in constants else _type(given[name]) for name in names}
-        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name][0] == "*"}
-        source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-        found = triton.compile(source, target=self._target, options=options)
-        assert found.metadata.shared <= SHARED_NBYTES, (kernel.__name__, constants, found.metadata.shared)
-        print(kernel.__name__)
-
-
-def _type(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return "*" + TYPES[value.dtype]
-    return "i32" if type(value) is int else "fp32"
+    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        found = self._kernel.run(*args, grid=grid, warmup=True, **options)
+        assert found.metadata.shared <= SHARED_NBYTES, (self._kernel.__name__, options, found.metadata.shared)
+        print(self._kernel.__name__)
 
 
 def config_of(**given: Any) -> ModelConfig:
@@ -121,10 +114,10 @@ def compile_experts(rows: int, dtype: torch.dtype) -> None:
 
 
 def main(capability: str, dtype: str, *rows: str) -> None:
-    target = GPUTarget("cuda", int(capability), 32)
+    triton.runtime.driver.set_active(AbsentGpu(int(capability)))
     for module, names in KERNELS.items():
         for name in names:
-            setattr(module, name, CompiledKernel(getattr(module, name), target))
+            setattr(module, name, CompiledKernel(getattr(module, name)))
     for count in map(int, rows):
         compile_layers(count, getattr(torch, dtype))
         compile_experts(count, getattr(torch, dtype))

@@ -331,7 +331,7 @@ KERNELS = {
 
 
 def test_all_launches_compile_for_a_gpu(tmp_path: Path) -> None:
-    assert compile_for(tmp_path, "90", "bfloat16", "1", "4096") == KERNELS
+    assert compile_for(tmp_path, "90", "bfloat16", "1", "16384") == KERNELS
 
 
 @pytest.mark.nightly
@@ -339,7 +339,7 @@ def test_all_launches_compile_for_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("capability", ["80", "89", "90"])
 def test_all_launches_compile_for_all_gpus(capability: str, dtype: str, tmp_path: Path) -> None:
-    assert compile_for(tmp_path, capability, dtype, "1", "20", "60", "4096") == KERNELS
+    assert compile_for(tmp_path, capability, dtype, "1", "20", "60", "16384") == KERNELS
 
 
 @pytest.fixture(scope="module")
