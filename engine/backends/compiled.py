@@ -171,8 +171,8 @@ class CompiledBackend:
 
     With `batch_invariant` every step runs through the compiled kernels, whose rows do not depend on the rest of the
     batch: equal tokens give equal bits for any chunking and any other rows, at a lower prefill speed. A model in int8
-    gives equal bits always: its matrix products are exact, and the row kernel computes all of its attention. Otherwise
-    a sum in another order could round an activation to the next integer.
+    gives equal bits always: its matrix products are exact, and row kernels compute all of its attention and routers.
+    Otherwise a sum in another order could round an activation to the next integer.
     """
 
     def __init__(
@@ -298,7 +298,11 @@ class CompiledBackend:
 
     def _add_experts(self, place: int, hidden: torch.Tensor, work: WorkBuffers) -> None:
         """Add what the experts of a layer make of hidden [N, d] to work.x."""
-        torch.mm(hidden, self._weights.router[place], out=torch.from_numpy(work.router))
+        router = self._weights.router[place]
+        if self._by_row:
+            kernels.multiply(work.hidden, router.numpy(), work.scores[:0], work.router, False, router.shape[1])
+        else:
+            torch.mm(hidden, router, out=torch.from_numpy(work.router))
         kernels.choose_experts(work.router, self._shape.experts_scaled, work.chosen, work.shares)
         for expert in np.unique(work.chosen).tolist():
             count = kernels.take_rows(expert, work.hidden, work)

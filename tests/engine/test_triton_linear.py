@@ -234,10 +234,10 @@ MODELS = {
     "int8": RandomModelSpec(scale=2.0, extra={"quantization_config": INT8}),
     "int8, biases": RandomModelSpec(tied=False, extra={"quantization_config": INT8, **BIASES}),
     "int8, gemma2": RandomModelSpec(family="gemma2", head_dim=16, extra={"quantization_config": INT8}),
-    "mixtral": RandomModelSpec(family="mixtral", experts=7, scale=2.0),
-    "int8, mixtral": RandomModelSpec(family="mixtral", extra={"quantization_config": of_mixture(INT8)}),
+    "mixtral": RandomModelSpec(family="mixtral", hidden=32, experts=7, scale=2.0),
+    "int8, mixtral": RandomModelSpec(family="mixtral", hidden=32, extra={"quantization_config": of_mixture(INT8)}),
     "8 bits, mixtral": RandomModelSpec(
-        family="mixtral", experts=3, extra={"quantization_config": of_mixture(PACKED["8 bits by channel"])}
+        family="mixtral", hidden=32, experts=3, extra={"quantization_config": of_mixture(PACKED["8 bits by channel"])}
     ),
     "4 bits, qwen3_moe": RandomModelSpec(
         family="qwen3_moe",
