@@ -196,7 +196,9 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
     ropes = read_ropes(read, by_layer_type=family == "gemma3_text")
     experts, sparse_layers = _experts(read, family, num_layers)
     intermediate = read.count("intermediate_size")
-    int8_linears, packed = read_quantisation(read)
+    int8_linears, packed = read_quantisation(read, _routers(family, sparse_layers))
+    inputs = [hidden, heads * head_dim, *([intermediate] if len(sparse_layers) < num_layers else [])]
+    inputs += [experts.intermediate_size] if experts else []
     return ModelConfig(
         family=family,
         vocab_size=read.count("vocab_size"),
@@ -215,7 +217,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], *, where
         sparse_layers=sparse_layers,
         kv_owners=_kv_owners(read, family, windows),
         int8_linears=int8_linears,
-        packed_weights=_packed(packed, where, hidden, heads * head_dim, intermediate),
+        packed_weights=_packed(packed, where, *inputs),
         kv_scale_group=_kv_scale_group(read, family, head_dim),
         attention_scale=(read.positive("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
         attention_softcap=_softcap(read, "attn_logit_softcapping", 50.0) if family == "gemma2" else 0.0,
@@ -326,11 +328,6 @@ def _experts(read: ConfigReader, family: str, num_layers: int) -> tuple[ExpertSh
     per_token = read.count("num_experts_per_tok", 8 if qwen else 2)
     if per_token > count:
         raise ConfigInvalid(f"{where}: num_experts_per_tok must be at most {named} ({count}), got {per_token}")
-    if read.typed("quantization_config", dict, {}):
-        raise UnsupportedModel(
-            f"{where}: quantization_config is not supported for mixtures of experts by the native engine; "
-            "--engine vllm serves what vLLM supports"
-        )
     if not qwen:
         return ExpertShape(count, per_token, read.count("intermediate_size"), scaled=True), tuple(range(num_layers))
     every = read.count("decoder_sparse_step", 1)
@@ -341,6 +338,12 @@ def _experts(read: ConfigReader, family: str, num_layers: int) -> tuple[ExpertSh
     sparse = tuple(layer for layer in range(num_layers) if layer not in with_mlp and (layer + 1) % every == 0)
     size, scaled = read.count("moe_intermediate_size", 768), read.typed("norm_topk_prob", bool, False)
     return (ExpertShape(count, per_token, size, scaled) if sparse else None), sparse
+
+
+def _routers(family: str, sparse_layers: tuple[int, ...]) -> list[str]:
+    """Return the names of the layers that choose experts."""
+    block = "block_sparse_moe" if family == "mixtral" else "mlp"
+    return [f"model.layers.{layer}.{block}.gate" for layer in sparse_layers]
 
 
 def _kv_scale_group(read: ConfigReader, family: str, head_dim: int) -> int:

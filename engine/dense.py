@@ -58,8 +58,8 @@ def _mix_experts(config: ModelConfig, weights: DecoderWeights, place: int, h: to
     mixed = torch.zeros_like(h)
     for expert in range(config.experts.count):
         share = (shares * (chosen == expert)).sum(dim=-1, keepdim=True)  # [n, 1]; 0 for tokens that do not use it
-        gate_up, down = (w[place, expert].to(h.dtype) for w in (weights.experts_gate_up, weights.experts_down))
-        made = _gated(config, h @ gate_up) @ down
+        gate_up = _linear(weights, "experts_gate_up", (place, expert), h)
+        made = _linear(weights, "experts_down", (place, expert), _gated(config, gate_up))
         mixed = mixed + torch.where(share > 0, (made * share).to(h.dtype), 0)
     return mixed
 
@@ -187,8 +187,8 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     return weight * normed.to(x.dtype) if weight.dtype == x.dtype else (weight * normed).to(x.dtype)
 
 
-def _linear(weights: DecoderWeights, name: str, layer: int, x: torch.Tensor) -> torch.Tensor:
-    weight, scale, bias = weights.linear(name, layer)
+def _linear(weights: DecoderWeights, name: str, place: int | tuple[int, int], x: torch.Tensor) -> torch.Tensor:
+    weight, scale, bias = weights.linear(name, place)
     if scale.numel():
         return int8_linear(x, weight, scale, bias)
     weight = weight.to(x.dtype)

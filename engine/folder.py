@@ -115,9 +115,9 @@ def _experts(config: ModelConfig, here: tuple[int, ...]) -> Iterator[TensorPart]
     yield TensorPart("router", f"{block}.gate.weight", (config.experts.count, d), here)
     for expert in range(config.experts.count):
         name, place = f"{block}.experts.{expert}", (*here, expert)
-        yield TensorPart("experts_gate_up", f"{name}.{gate}.weight", (f, d), place)
-        yield TensorPart("experts_gate_up", f"{name}.{up}.weight", (f, d), place, f)
-        yield TensorPart("experts_down", f"{name}.{down}.weight", (d, f), place)
+        yield from _matrix(config, "experts_gate_up", f"{name}.{gate}.weight", (f, d), place)
+        yield from _matrix(config, "experts_gate_up", f"{name}.{up}.weight", (f, d), place, f)
+        yield from _matrix(config, "experts_down", f"{name}.{down}.weight", (d, f), place)
 
 
 def _matrix(

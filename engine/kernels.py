@@ -374,7 +374,9 @@ class KernelWeights(NamedTuple):
     down_bias: Floats
     router: Stored
     experts_gate_up: Stored
+    experts_gate_up_scale: Floats
     experts_down: Stored
+    experts_down_scale: Floats
 
 
 class StepArrays(NamedTuple):
@@ -1118,11 +1120,13 @@ def add_experts(place: int, shape: DecoderDims, weights: KernelWeights, work: Wo
     for expert in range(experts):
         count = take_rows(expert, work.hidden, work)
         if count:
-            gate_up, gated = work.expert_gate_up[:count], work.expert_gated[:count]
-            rows, out, packed = work.expert_in[:count], work.expert_out[:count], work.packed
-            multiply(rows, weights.experts_gate_up[place, expert], none, gate_up, False, 2 * size, packed)
+            rows, gate_up = work.expert_in[:count], work.expert_gate_up[:count]
+            gated, out = work.expert_gated[:count], work.expert_out[:count]
+            scale = weights.experts_gate_up_scale[place, expert]
+            project(rows, weights.experts_gate_up[place, expert], scale, none, gate_up, False, 2 * size, work)
             gate(gate_up, shape.gelu, gated)
-            multiply(gated, weights.experts_down[place, expert], none, out, False, depth, packed)
+            scale = weights.experts_down_scale[place, expert]
+            project(gated, weights.experts_down[place, expert], scale, none, out, False, depth, work)
             put_made(count, work)
     add_made(work, work.x)
 

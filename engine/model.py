@@ -182,7 +182,8 @@ def load_model(
     chosen = choose_backend(backend, Placement(config, target, kind, block_tokens))
 
     def load(checkpoint: Checkpoint) -> DecoderWeights:
-        return load_weights(config, checkpoint, device=target, dtype=kind, as_stored=chosen.name == "compiled")
+        as_stored, keep_packed = chosen.name == "compiled", chosen.keeps_packed
+        return load_weights(config, checkpoint, device=target, dtype=kind, as_stored=as_stored, keep_packed=keep_packed)
 
     weights, fingerprint = _with_fingerprint(folder, config, tensors, load, digests)
     rope = RopeTable(config.ropes, config.head_dim, config.max_positions, target)

@@ -2,17 +2,41 @@
 
 Checkpoints are in compressed-tensors' `pack-quantized` format: an integer is stored as itself plus 2^(bits - 1), and
 those of one int32 are consecutive inputs, the first one in the lowest bits. Values along the inputs share a scale, by
-groups or all of an output's. The engine multiplies in the type of its computation, so it unpacks the weights when they
-are loaded; on CPUs this gives the exact result in float32.
+groups or all of an output's. The triton backend keeps the words and unpacks them while it multiplies
+(`PackedMatrices`). The others multiply in the type of their computation, so the weights are unpacked when they are
+loaded; on CPUs this gives the exact result in float32.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from engine.quantisation import PackedIntegers
 
 _WORD = 32
+
+
+@dataclass(frozen=True)
+class PackedMatrices:
+    """Matrices of one kind as the words of their checkpoint, the last of which may be padded.
+
+    Consecutive inputs are contiguous in memory, as in the checkpoint.
+    """
+
+    words: torch.Tensor  # int32 [..., words, outputs]
+    scales: torch.Tensor  # float32, float16 or bfloat16 [..., groups, outputs]
+    integers: PackedIntegers
+    inputs: int
+
+    def at(self, place: int | tuple[int, int], width: int | None = None) -> "PackedMatrices":
+        """Return the matrix at a place of the leading dimensions, of it the first `width` outputs."""
+        words, scales = (tensor[place][..., :width] for tensor in (self.words, self.scales))
+        return PackedMatrices(words, scales, self.integers, self.inputs)
+
+    def floats(self) -> torch.Tensor:
+        """Return one matrix unpacked, float32 [inputs, outputs]."""
+        return unpacked(self.words.t(), self.scales.t(), self.integers, self.inputs).t()
 
 
 def unpacked(packed: torch.Tensor, scales: torch.Tensor, of: PackedIntegers, inputs: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Quantised weights that config.json describes, in the formats of compressed-tensors. Needs no torch."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 INT8_WEIGHTS: dict[str, object] = {**_INT8, "strategy": "channel"}
 INT8_ACTIVATIONS: dict[str, object] = {**_INT8, "strategy": "token", "dynamic": True}
 """Schemes in compressed-tensors' `quantization_config` for linear layers in int8."""
+# As compressed-tensors' recipes for these models name the layers that choose experts; checkpoints mostly list them.
+_ALL_ROUTERS = [[f"re:.*{name}"] for name in ("gate$", "mlp.gate$", "block_sparse_moe.gate", "block_sparse_moe.gate$")]
 _SUPPORTED = (
     "of quantized weights, compressed-tensors in int8 (int-quantized: per channel, with activations in int8, per token "
     "and dynamic) and as packed integers (pack-quantized: 4 or 8 bits, symmetric, per group or channel, without "
@@ -33,21 +35,27 @@ class PackedIntegers:
 
 
 def quantization_config(
-    weights: Mapping[str, object], activations: Mapping[str, object] | None = None
+    weights: Mapping[str, object], activations: Mapping[str, object] | None = None, ignore: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return `quantization_config` for linear layers with these schemes; without one for activations, packed."""
+    """Return `quantization_config` for linear layers with these schemes; without one for activations, packed.
+
+    `ignore`: layers beside the head that are not quantised.
+    """
     return {
         "quant_method": "compressed-tensors",
         "format": "int-quantized" if activations else "pack-quantized",
         "config_groups": {
             "group_0": {"targets": ["Linear"], "weights": dict(weights), "input_activations": activations}
         },
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *ignore],
     }
 
 
-def read_quantisation(read: ConfigReader) -> tuple[bool, PackedIntegers | None]:
-    """Return whether all linear layers but the head are in int8, and how they are packed, by `quantization_config`."""
+def read_quantisation(read: ConfigReader, routers: Collection[str] = ()) -> tuple[bool, PackedIntegers | None]:
+    """Return whether all linear layers but the head are in int8, and how they are packed, by `quantization_config`.
+
+    `routers` are the names of layers that must not be quantised, either: those that choose experts.
+    """
     given = read.typed("quantization_config", dict, {})
     if not given:
         return False, None
@@ -85,8 +93,18 @@ def read_quantisation(read: ConfigReader) -> tuple[bool, PackedIntegers | None]:
             for key, value in scheme.items():
                 require(f"{where}.{part}.{key}", found.get(key), value)
     require(f"{where}.output_activations", group.get("output_activations"), None)
-    ignored = given.get("ignore") or []
-    if ignored or not read.typed("tie_word_embeddings", bool, False):
+    ignored = ConfigReader(given, f"{read.where}: quantization_config").typed("ignore", list, [])
+    tied = read.typed("tie_word_embeddings", bool, False)
+    if routers:
+        rest = [name for name in ignored if name != "lm_head"]
+        if not (tied or "lm_head" in ignored) or (
+            sorted(map(str, rest)) != sorted(routers) and rest not in _ALL_ROUTERS
+        ):
+            raise UnsupportedModel(
+                f"{read.where}: quantization_config.ignore must name lm_head and all routers ({min(routers)}, ...), "
+                f"got {shortened(json.dumps(ignored))}: {_SUPPORTED}"
+            )
+    elif ignored or not tied:
         require("ignore", ignored, ["lm_head"])
     return packed is None, packed
 

@@ -5,7 +5,8 @@ to its place, on a GPU without a copy in host memory, and its pages are given ba
 takes the memory of the weights and of about one tensor. Afterwards no weight refers to the files.
 
 All layers of one kind of weight form one tensor [layer, in, out], so that a kernel can index layers; q, k and v are one
-matrix, gate and up are one matrix. Matrices are stored [in, out] and multiplied from the left by row vectors.
+matrix, gate and up are one matrix. Matrices are stored [in, out] and multiplied from the left by row vectors. Packed
+words, and integers in int8 except for kernels on CPUs, have their inputs contiguous, as tensor cores read them.
 """
 
 import ctypes
@@ -22,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 
 from engine.config import ModelConfig
 from engine.errors import CheckpointDamaged
-from engine.folder import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, TensorPart, layer_parts
-from engine.packed_weights import unpacked
+from engine.folder import EMBEDDING, FINAL_NORM, HEAD, SCALE_SUFFIX, StoredTensor, TensorPart, layer_parts
+from engine.packed_weights import PackedMatrices, unpacked
 
 _DTYPES = {
     "F32": torch.float32,
@@ -95,9 +96,10 @@ class DecoderWeights:
     vocab; D of the layers have an MLP, S have E experts with G intermediate (`ModelConfig.mlp_places`).
 
     Biases, scales, norms and sinks that the model does not have are empty: their last dimension is 0. Matrices with
-    scales hold the integers of `engine.int8_linear`, in int8. Other matrices have the dtype of the computation, or for
-    a computation in float32 perhaps the checkpoint's 16 bits. Norms contain the family's offset. Layers that use the KV
-    of another one have only the first Q columns of `qkv`; the others are unset.
+    scales hold the integers of `engine.int8_linear`, in int8, and those in `packed` have 0 inputs here. Other matrices
+    have the dtype of the computation, or for a computation in float32 perhaps the checkpoint's 16 bits. Norms contain
+    the family's offset. Layers that use the KV of another one have only the first Q columns of `qkv`; the others are
+    unset.
     """
 
     dtype: torch.dtype  # of the computation
@@ -123,16 +125,35 @@ class DecoderWeights:
     down_bias: torch.Tensor  # [D, d | 0]
     router: torch.Tensor  # [S, d, E]
     experts_gate_up: torch.Tensor  # [S, E, d, 2G]
+    experts_gate_up_scale: torch.Tensor  # [S, E, 2G | 0]
     experts_down: torch.Tensor  # [S, E, G, d]
+    experts_down_scale: torch.Tensor  # [S, E, d | 0]
     final_norm: torch.Tensor  # [d]
     head: torch.Tensor  # [V, d]; `embedding` itself if they are tied
+    packed: Mapping[str, PackedMatrices]  # by field: matrices that are held as packed integers
 
     def linear(
-        self, name: str, layer: int, width: int | None = None
+        self, name: str, place: int | tuple[int, int], width: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (matrix, scale, bias) at place `layer` of the field `name`, of it the first `width` columns."""
-        weight, scale, bias = (getattr(self, name + part)[layer][..., :width] for part in ("", "_scale", "_bias"))
+        """Return (matrix, scale, bias) at a place of the field `name`, of it the first `width` columns.
+
+        Places of `experts_gate_up` and `experts_down` are pairs. A packed matrix is unpacked by each call.
+        """
+        weight, scale, bias = self.stored(name, place, width)
+        if isinstance(weight, PackedMatrices):
+            weight = weight.floats().to(self.embedding.dtype)
         return weight, scale, bias
+
+    def stored(
+        self, name: str, place: int | tuple[int, int], width: int | None = None
+    ) -> tuple[torch.Tensor | PackedMatrices, torch.Tensor, torch.Tensor]:
+        """Return what `linear` returns, packed matrices as they are held.
+
+        Of experts, the place may be that of a layer only: those of all of its experts.
+        """
+        weight, scale = (getattr(self, name + part)[place][..., :width] for part in ("", "_scale"))
+        bias = scale[..., :0] if name in EXPERT_MATRICES else getattr(self, f"{name}_bias")[place][..., :width]
+        return self.packed[name].at(place, width) if name in self.packed else weight, scale, bias
 
 
 def load_weights(
@@ -142,18 +163,20 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     as_stored: bool = False,
+    keep_packed: bool = False,
 ) -> DecoderWeights:
     """Read, convert and fuse the weights. The checkpoint must have the tensors that the configuration requires.
 
-    Scales of linear layers in int8, and norms with an offset, are float32 whatever `dtype` is: the sum would lose most
-    of the weight's digits. With `as_stored`, matrices whose tensors are all in one type of 16 bits stay in it.
+    Packed integers are unpacked unless `keep_packed`. Scales of linear layers in int8, and norms with an offset, are
+    float32 whatever `dtype` is: the sum would lose most of the weight's digits. With `as_stored`, matrices whose
+    tensors are all in one type of 16 bits stay in it, and all matrices are contiguous.
     """
     stored = _stored_matrices(config, checkpoint) if as_stored else {}
 
     def dtype_of(field: str) -> torch.dtype:
         if field.endswith("scale") or (field.endswith("norm") and config.norm_offset):
             return torch.float32
-        return torch.int8 if config.int8_linears and field in _INT8_MATRICES else stored.get(field, dtype)
+        return torch.int8 if config.int8_linears and field in MATRICES else stored.get(field, dtype)
 
     def converted(tensor: torch.Tensor, field: str) -> torch.Tensor:
         placed = tensor.to(device).to(dtype_of(field))
@@ -164,16 +187,25 @@ def load_weights(
             placed = converted(tensor, field)
             return placed.clone() if placed is tensor else placed
 
+    shapes = _stacked_shapes(config)
+    packed = _empty_packed(config, checkpoint, shapes, device) if keep_packed else {}
     stacked = {
-        field: torch.empty(shape, device=device, dtype=dtype_of(field))
-        for field, shape in _stacked_shapes(config).items()
+        field: _empty_stack(
+            (*shape[:-2], 0, shape[-1]) if field in packed else shape, device, dtype_of(field), as_stored
+        )
+        for field, shape in shapes.items()
     }
     for layer in range(config.num_layers):
         for part in layer_parts(config, layer):
             columns = slice(part.first_column, part.first_column + part.shape[0])
             target = stacked[part.field][part.place][..., columns]
             if part.packed is not None:
-                target[:] = _unpacked(checkpoint, part, layer, device).t()
+                with _reading_packed(checkpoint, part, layer, device) as (words, scales):
+                    if part.field in packed:
+                        packed[part.field].words[part.place][..., columns] = words.t()
+                        packed[part.field].scales[part.place][..., columns] = scales.t()
+                    else:
+                        target[:] = unpacked(words, scales, part.packed, part.shape[1]).t()
                 continue
             with checkpoint.reading(part.in_layer(layer)) as tensor:
                 target[:] = converted(tensor, part.field).t()  # t() leaves vectors as they are
@@ -183,25 +215,9 @@ def load_weights(
         embedding=embedding,
         final_norm=place(FINAL_NORM, "norm"),
         head=embedding if config.tie_word_embeddings else place(HEAD, "head"),
+        packed=packed,
         **stacked,
     )
-
-
-def _unpacked(checkpoint: Checkpoint, part: TensorPart, layer: int, device: torch.device) -> torch.Tensor:
-    """Return a packed matrix on the device, float32 [outputs, inputs]. Raises `CheckpointDamaged`."""
-    assert part.packed is not None
-    with ExitStack() as stack:
-        packed, scales, shape = (stack.enter_context(checkpoint.reading(name)) for name in part.stored(layer))
-        if tuple(shape.tolist()) != part.shape:
-            raise CheckpointDamaged(
-                f"{part.in_layer(layer)}_shape must be {list(part.shape)}, got {shape.tolist()}: the weights are "
-                "damaged"
-            )
-        return unpacked(packed.to(device), scales.to(device), part.packed, part.shape[1])
-
-
-_INT8_MATRICES = ("qkv", "out", "gate_up", "down")
-_MATRICES = frozenset((*_INT8_MATRICES, "router", "experts_gate_up", "experts_down"))
 
 
 def _stored_matrices(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, torch.dtype]:
@@ -211,10 +227,63 @@ def _stored_matrices(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, t
         kinds["head"] = {checkpoint.kind(HEAD)}
     for layer in range(config.num_layers):
         for part in layer_parts(config, layer):
-            if part.field in _MATRICES and part.packed is None:
-                kinds.setdefault(part.field, set()).add(checkpoint.kind(part.in_layer(layer)))
-    narrow = (torch.float16, torch.bfloat16)
-    return {field: next(iter(found)) for field, found in kinds.items() if len(found) == 1 and found < set(narrow)}
+            if part.field in (*MATRICES, "router"):
+                kind = torch.int32 if part.packed is not None else checkpoint.kind(part.in_layer(layer))
+                kinds.setdefault(part.field, set()).add(kind)
+    narrow = {torch.float16, torch.bfloat16}
+    return {field: next(iter(found)) for field, found in kinds.items() if len(found) == 1 and found < narrow}
+
+
+def _empty_stack(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, as_stored: bool) -> torch.Tensor:
+    """Return room for stacked weights, those in int8 with contiguous inputs unless they are `as_stored`."""
+    if dtype != torch.int8 or as_stored:
+        return torch.empty(shape, device=device, dtype=dtype)
+    *places, inputs, outputs = shape
+    return torch.empty((*places, outputs, inputs), device=device, dtype=dtype).transpose(-1, -2)
+
+
+def _empty_packed(
+    config: ModelConfig, checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], device: torch.device
+) -> dict[str, PackedMatrices]:
+    """Return room for the matrices that the checkpoint has as packed integers, by field."""
+    kinds: dict[str, set[torch.dtype]] = {}  # of the scales
+    for layer in range(config.num_layers):
+        for part in layer_parts(config, layer):
+            if part.packed is not None:
+                kinds.setdefault(part.field, set()).add(checkpoint.kind(part.in_layer(layer) + SCALE_SUFFIX))
+    found = {}
+    for field, of_scales in kinds.items():
+        assert config.packed_weights is not None
+        *places, inputs, outputs = shapes[field]
+        of_part = config.packed_weights.shapes(outputs, inputs)
+        dtype = next(iter(of_scales)) if len(of_scales) == 1 else torch.float32
+        words = torch.empty((*places, *of_part["_packed"]), device=device, dtype=torch.int32).transpose(-1, -2)
+        scales = torch.empty((*places, *of_part["_scale"]), device=device, dtype=dtype)
+        found[field] = PackedMatrices(words, scales.transpose(-1, -2), config.packed_weights, inputs)
+    return found
+
+
+@contextmanager
+def _reading_packed(
+    checkpoint: Checkpoint, part: TensorPart, layer: int, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Context with a packed matrix on the device: words int32 [outputs, words], scales [outputs, groups].
+
+    Raises `CheckpointDamaged`.
+    """
+    with ExitStack() as stack:
+        packed, scales, shape = (stack.enter_context(checkpoint.reading(name)) for name in part.stored(layer))
+        if tuple(shape.tolist()) != part.shape:
+            raise CheckpointDamaged(
+                f"{part.in_layer(layer)}_shape must be {list(part.shape)}, got {shape.tolist()}: the weights are "
+                "damaged"
+            )
+        yield packed.to(device), scales.to(device)
+
+
+EXPERT_MATRICES = ("experts_gate_up", "experts_down")
+MATRICES = ("qkv", "out", "gate_up", "down", *EXPERT_MATRICES)
+"""Fields with the matrices of linear layers, which a checkpoint may have quantised."""
 
 
 def _stacked_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -244,6 +313,12 @@ def _stacked_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "down_bias": (d * config.mlp_bias,),
     }
     count, size = (config.experts.count, config.experts.intermediate_size) if config.experts else (0, 0)
-    with_experts = {"router": (d, count), "experts_gate_up": (count, d, 2 * size), "experts_down": (count, size, d)}
+    with_experts = {
+        "router": (d, count),
+        "experts_gate_up": (count, d, 2 * size),
+        "experts_gate_up_scale": (count, 2 * size * config.int8_linears),
+        "experts_down": (count, size, d),
+        "experts_down_scale": (count, d * config.int8_linears),
+    }
     stacks = ((config.num_layers, each), (config.num_layers - sparse, with_mlp), (sparse, with_experts))
     return {field: (layers, *shape) for layers, shapes in stacks for field, shape in shapes.items()}

@@ -1,8 +1,10 @@
-"""Interfaces between a model, the backends that execute its steps, and the attention of the backend in torch ops.
+"""Interfaces between a model, the backends that execute its steps, and the attention and the linear layers of the
+backend in torch ops.
 
 Backends are called by one thread at a time.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -32,4 +34,40 @@ class PagedAttention(Protocol):
 
     def begin(self, plan: FlatBatch, cache: PagedCache) -> StepAttention:
         """Prepare a step: copy the indices that all of its layers need to the device."""
+        ...
+
+
+@dataclass(frozen=True)
+class QuantisedRows:
+    """Activations in int8 (`engine.int8_linear`): N rows of K values."""
+
+    steps: torch.Tensor  # int8 [N, K]
+    scales: torch.Tensor  # float32 [N]
+    dtype: torch.dtype  # of the values that were rounded
+
+
+Rows = torch.Tensor | QuantisedRows
+"""Rows as a linear layer takes them, [N, K]."""
+
+
+class Linears(Protocol):
+    """Linear layers of a model, and the operations between them. Layers are addressed as in `DecoderWeights`.
+
+    `linear` accepts the rows that `normed` and `gated` return, and tensors.
+    """
+
+    def normed(self, x: torch.Tensor, weight: torch.Tensor) -> Rows:
+        """Return the RMS norms of x [N, d] times weight [d]."""
+        ...
+
+    def gated(self, gate_up: torch.Tensor) -> Rows:
+        """Return activation(gate) * up [N, F] of gate_up [N, 2F]."""
+        ...
+
+    def linear(self, name: str, layer: int, rows: Rows, width: int | None = None) -> torch.Tensor:
+        """Return the first `width` outputs of the rows in a linear layer, [N, width]."""
+        ...
+
+    def mix_experts(self, place: int, h: torch.Tensor) -> torch.Tensor:
+        """Return what a layer's experts make of h [N, d]: the sum, by share, over each row's experts."""
         ...

@@ -1,15 +1,16 @@
-"""The decoder's layers in plain torch operations, on any device and in any dtype, around one kind of attention."""
+"""The decoder's layers in plain torch operations, on any device and in any dtype, around one kind of attention and
+of linear layers.
+"""
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from engine.backends.device_arrays import on_device
-from engine.backends.interface import PagedAttention
+from engine.backends.interface import Linears, PagedAttention, Rows
+from engine.backends.torch_linear import rms_norm
 from engine.batch import FlatBatch, LayerHook
 from engine.cache import PagedCache
-from engine.config import SILU, ModelConfig
-from engine.int8_linear import linear as int8_linear
+from engine.config import ModelConfig
 from engine.int8_rows import stored_rows
 from engine.rope import RopeTable, rotated
 from engine.weights import DecoderWeights
@@ -19,12 +20,18 @@ class TensorBackend:
     """Backend that runs planned steps; its only state between steps is the rotary table."""
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, rope: RopeTable, attention: PagedAttention
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        rope: RopeTable,
+        attention: PagedAttention,
+        linears: Linears,
     ) -> None:
         self._config = config
         self._weights = weights
         self._rope = rope
         self._attention = attention
+        self._linears = linears
         self._device = weights.embedding.device
 
     def run(self, plan: FlatBatch, cache: PagedCache, on_layer: LayerHook, before_layer: LayerHook) -> torch.Tensor:
@@ -51,9 +58,8 @@ class TensorBackend:
             kv_layer = kv_layers[layer]
             if plan.layer_inputs is not None and layer in plan.layer_inputs.layers:
                 plan.layer_inputs.take(layer, x)
-            h = self._norm(x, w.attention_norm[layer])
             rope = config.layer_ropes[layer]
-            q, k, v = self._project(layer, h, cos[rope], sin[rope])
+            q, k, v = self._project(layer, self._linears.normed(x, w.attention_norm[layer]), cos[rope], sin[rope])
             if k.numel():
                 if before_layer is not None:
                     before_layer(kv_layer)
@@ -65,45 +71,19 @@ class TensorBackend:
                     on_layer(kv_layer)
             if plan.only_kv and layer == plan.span.last:
                 break
-            h = self._linear("out", layer, attention.run(layer, q).reshape(len(x), -1))
+            h = self._linears.linear("out", layer, attention.run(layer, q).reshape(len(x), -1))
             x = x + (self._norm(h, w.attention_post_norm[layer]) if config.post_norms else h)
-            h = self._norm(x, w.mlp_norm[layer])
             place = config.mlp_places[layer]
             if layer in config.sparse_layers:
-                h = self._mix_experts(place, h)
+                h = self._linears.mix_experts(place, self._norm(x, w.mlp_norm[layer]))
             else:
-                h = self._linear("down", place, self._gated(self._linear("gate_up", place, h)))
+                gate_up = self._linears.linear("gate_up", place, self._linears.normed(x, w.mlp_norm[layer]))
+                h = self._linears.linear("down", place, self._linears.gated(gate_up))
             x = x + (self._norm(h, w.mlp_post_norm[layer]) if config.post_norms else h)
         x = x[index["logits"]]
         logits = (self._norm(x, w.final_norm) @ w.head.t()).float()
         cap = config.logits_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
-
-    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return up * (F.silu(gate) if self._config.activation == SILU else F.gelu(gate, approximate="tanh"))
-
-    def _mix_experts(self, place: int, h: torch.Tensor) -> torch.Tensor:
-        """Return what a layer's experts make of h [N, d]: the sum, by share, over each row's experts.
-
-        The rows of each expert are multiplied together, so that on a device the step waits once for their numbers.
-        """
-        experts, w = self._config.experts, self._weights
-        assert experts is not None
-        shares, chosen = (h @ w.router[place]).float().softmax(dim=-1).topk(experts.per_token, dim=-1)
-        if experts.scaled:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
-        order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=experts.count).tolist()
-        rows, made, begin = h[order // experts.per_token], h.new_empty(len(order), h.shape[1]), 0
-        for expert, count in enumerate(counts):
-            if count:
-                gated = self._gated(rows[begin : begin + count] @ w.experts_gate_up[place, expert])
-                made[begin : begin + count] = gated @ w.experts_down[place, expert]
-                begin += count
-        unsorted = torch.empty_like(made)
-        unsorted[order] = made
-        return (unsorted.view(len(h), experts.per_token, -1) * shares.unsqueeze(-1)).sum(dim=1).to(h.dtype)
 
     def _entering(self, plan: FlatBatch, tokens: torch.Tensor) -> torch.Tensor:
         """Return what enters the first layer that the step computes, [N, d]."""
@@ -114,7 +94,7 @@ class TensorBackend:
         return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)
 
     def _project(
-        self, layer: int, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, layer: int, rows: Rows, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim], normalised and rotated.
 
@@ -122,21 +102,12 @@ class TensorBackend:
         """
         config, w = self._config, self._weights
         width = None if config.kv_owners[layer] == layer else config.q_size
-        qkv = self._linear("qkv", layer, h, width).view(len(h), -1, config.head_dim)
+        qkv = self._linears.linear("qkv", layer, rows, width)
+        qkv = qkv.view(len(qkv), -1, config.head_dim)
         q, k, v = qkv.tensor_split([config.num_heads, config.num_heads + config.num_kv_heads], dim=1)
         if config.qk_norm:
             q, k = self._norm(q, w.q_norm[layer]), self._norm(k, w.k_norm[layer])
         return rotated(q, cos, sin), rotated(k, cos, sin), v
 
-    def _linear(self, name: str, layer: int, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
-        """Return the first `width` outputs of a linear layer."""
-        weight, scale, bias = self._weights.linear(name, layer, width)
-        if scale.numel():
-            return int8_linear(x, weight, scale, bias)
-        return torch.addmm(bias, x, weight) if bias.numel() else x @ weight
-
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        eps = self._config.rms_norm_eps
-        if weight.dtype == x.dtype:
-            return F.rms_norm(x, (x.shape[-1],), weight, eps)
-        return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
+        return rms_norm(x, weight, self._config.rms_norm_eps)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine import ConfigInvalid, EngineError, UnsupportedModel, check_folder
 from engine.config import parse_config
 from engine.families import OF_ARCHITECTURE
+from engine.quantisation import PackedIntegers, quantization_config
 from engine.random_model import RandomModelSpec, write_random_model
 
 ARCHITECTURES = sorted(OF_ARCHITECTURE)
@@ -116,6 +117,22 @@ def test_a_value_of_the_wrong_kind_or_size_is_refused_by_key(
         parse_config(raw, {}, where="config.json")
 
 
+PACKED = quantization_config(
+    {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 4},
+    ignore=["model.layers.0.mlp.gate"],
+)
+
+
+@pytest.mark.parametrize("routers", [["model.layers.0.mlp.gate"], ["re:.*mlp.gate$"], ["re:.*gate$"]], ids=str)
+def test_routers_of_quantised_mixtures_are_named_or_matched(folder: Path, routers: list[str]) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {"architectures": ["Qwen3MoeForCausalLM"], "sliding_window": None, "tie_word_embeddings": False}
+    config = parse_config(
+        raw | {"quantization_config": PACKED | {"ignore": [*routers, "lm_head"]}}, {}, where="config.json"
+    )
+    assert config.packed_weights == PackedIntegers(4, 4)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -123,7 +140,14 @@ def test_a_value_of_the_wrong_kind_or_size_is_refused_by_key(
         ({"num_experts": 4, "num_experts_per_tok": 5}, r"num_experts_per_tok must be at most num_experts \(4\), got 5"),
         ({"mlp_only_layers": [1]}, r"mlp_only_layers must hold layer numbers below 1, got \[1\]"),
         ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported for mixtures"),
+        ({"quantization_config": {"quant_method": "awq"}}, 'quant_method must be "compressed-tensors", got "awq"'),
+        ({"moe_intermediate_size": 6, "quantization_config": PACKED}, r"must divide .* \(8, 8, 6\), got 4"),
+        ({"quantization_config": PACKED | {"ignore": ["lm_head"]}}, "must name lm_head and all routers"),
+        ({"quantization_config": PACKED | {"ignore": ["lm_head", {}]}}, "must name lm_head and all routers"),
+        (
+            {"quantization_config": PACKED | {"ignore": ["lm_head", "model.layers.0.mlp.gate", "x"]}},
+            r"must name lm_head and all routers \(model\.layers\.0\.mlp\.gate, \.\.\.\), got ",
+        ),
     ],
 )
 def test_experts_that_cannot_be_are_refused_by_key(folder: Path, changes: dict[str, Any], message: str) -> None:

@@ -57,6 +57,7 @@ SHARED = {
 SPECS = {
     "llama with biases, untied": spec(extra={"attention_bias": True, "mlp_bias": True}, tied=False),
     "gemma2: norms behind the layers": spec("gemma2", head_dim=16),
+    "mixtral": spec("mixtral", {"quantization_config": quantization_config(ignore=["lm_head", "re:.*gate$"])}),
     "shared KV": spec("moonpool", SHARED),
     "shared KV, all in int8": spec("moonpool", {**SHARED, "kv_dtype": "int8"}),
 }
