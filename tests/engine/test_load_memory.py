@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import torch
 from engine import load_model
 from engine.random_model import RandomModelSpec, write_random_model
 
@@ -18,6 +17,7 @@ _MEASURE = """
 import re, sys
 from dataclasses import fields
 from pathlib import Path
+import torch
 from engine import load_model
 
 def status(name):
