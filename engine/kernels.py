@@ -46,35 +46,56 @@ def _emit_prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.intp), generate
 
 
-def _emit_dots(keys: int) -> Callable[..., Any]:
-    """Return the emitter of `dots` for so many keys: 8 or 16."""
+def _emit_dots(queries: int, keys: int) -> Callable[..., Any]:
+    """Return the emitter of `dots` for so many queries and keys, together 8 or 16."""
 
     def emit(
-        typing_context: Any, scores: Any, s: Any, q: Any, i: Any, memory: Any, m: Any, count: Any, used: Any
+        typing_context: Any,
+        out: Any,
+        o: Any,
+        out_row: Any,
+        q: Any,
+        i: Any,
+        q_row: Any,
+        stored: Any,
+        m: Any,
+        count: Any,
+        used: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            out, query, key = (_address(context, builder, signature, arguments, at) for at in (0, 2, 4))
-            count, last = arguments[6], builder.sub(arguments[7], ir.Constant(arguments[7].type, 1))
-            rows, totals = [], []
+            target, query, key = (_address(context, builder, signature, arguments, at) for at in (0, 3, 6))
+            out_row, q_row, count, element = arguments[2], arguments[5], arguments[8], signature.args[6].dtype
+            last = builder.sub(arguments[9], ir.Constant(arguments[9].type, 1))
+            starts = [builder.gep(query, [builder.mul(q_row, ir.Constant(count.type, n))]) for n in range(queries)]
+            rows = []
             for t in range(keys):
                 at = ir.Constant(last.type, t)
                 row = builder.select(builder.icmp_signed("<", at, last), at, last)  # keys beyond the last repeat it
                 rows.append(builder.gep(key, [builder.mul(row, count)]))
-                totals.append(cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [0.0] * LANES)))
+            zero = ir.Constant(_VECTOR, [0.0] * LANES)
+            totals = [[cgutils.alloca_once_value(builder, zero) for _ in rows] for _ in starts]
             with cgutils.for_range(builder, _vectors(builder, count)) as loop:
-                x = _load(builder, query, loop.index)
-                for row, total in zip(rows, totals, strict=True):
-                    builder.store(_fused(builder, builder.load(total), x, _load(builder, row, loop.index)), total)
-            # Neighbouring lanes are added until one is left per key, in the same order for every key.
-            parts = [builder.load(total) for total in totals]
+                xs = [_load(builder, start, loop.index) for start in starts]
+                for t, row in enumerate(rows):
+                    factor = _widened(builder, element, row, loop.index)
+                    for x, sums in zip(xs, totals, strict=True):
+                        builder.store(_fused(builder, builder.load(sums[t]), x, factor), sums[t])
+            # Neighbouring lanes are added until one is left per product, in the same order for all of them.
+            parts = [builder.load(total) for sums in totals for total in sums]
             while len(parts) > 1:
                 parts = [_pair_sums(builder, parts[n], parts[n + 1]) for n in range(0, len(parts), 2)]
-            for _ in range(LANES // keys - 1):
+            for _ in range(LANES // (queries * keys) - 1):
                 parts = [_pair_sums(builder, parts[0], parts[0])]
-            builder.store(parts[0], _vector_at(builder, out, ir.Constant(count.type, 0)), align=4)
+            some = ir.VectorType(_FLOAT, keys)
+            for n in range(queries):
+                lanes = ir.Constant(ir.VectorType(ir.IntType(32), keys), list(range(n * keys, (n + 1) * keys)))
+                found = builder.shuffle_vector(parts[0], ir.Constant(_VECTOR, ir.Undefined), lanes)
+                place = builder.gep(target, [builder.mul(out_row, ir.Constant(count.type, n))])
+                builder.store(found, builder.bitcast(place, some.as_pointer()), align=4)
             return context.get_dummy_value()
 
-        return types.void(scores, types.intp, q, types.intp, memory, types.intp, types.intp, types.intp), generate
+        numbers = (types.intp, types.intp)
+        return types.void(out, *numbers, q, *numbers, stored, types.intp, *numbers), generate
 
     return emit
 
@@ -181,26 +202,6 @@ def _emit_panel(rows: int, vectors: int) -> Callable[..., Any]:
     return emit
 
 
-def _emit_head_dots(typing_context: Any, out: Any, o: Any, x: Any, i: Any, weight: Any, w: Any, count: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        target, source, matrix = (_address(context, builder, signature, arguments, at) for at in (0, 2, 4))
-        element, count = signature.args[4].dtype, arguments[6]
-        starts = [builder.gep(matrix, [builder.mul(count, ir.Constant(count.type, n))]) for n in range(LANES)]
-        totals = [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [0.0] * LANES)) for _ in starts]
-        with cgutils.for_range(builder, _vectors(builder, count)) as loop:
-            x = _load(builder, source, loop.index)
-            for start, total in zip(starts, totals, strict=True):
-                factor = _widened(builder, element, start, loop.index)
-                builder.store(_fused(builder, builder.load(total), x, factor), total)
-        parts = [builder.load(total) for total in totals]
-        while len(parts) > 1:
-            parts = [_pair_sums(builder, parts[n], parts[n + 1]) for n in range(0, len(parts), 2)]
-        builder.store(parts[0], _vector_at(builder, target, ir.Constant(count.type, 0)), align=4)
-        return context.get_dummy_value()
-
-    return types.void(out, types.intp, x, types.intp, weight, types.intp, types.intp), generate
-
-
 def _emit_value(typing_context: Any, weight: Any, at: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         stored = builder.load(_address(context, builder, signature, arguments, 0))
@@ -278,11 +279,13 @@ def _load(builder: Any, pointer: Any, index: Any) -> Any:
 prefetch = cast("Callable[[Floats, int], None]", intrinsic(_emit_prefetch))
 """prefetch(array, i): request the cache line of array[i] early; never faults."""
 
-_Dots = Callable[[Floats, int, Floats, int, Floats, int, int, int], None]
-dots8, dots16 = (cast("_Dots", intrinsic(_emit_dots(keys))) for keys in (8, 16))
-"""dots16(scores, s, q, i, memory, m, count, n): for r < n <= 16, scores[s + r] = sum over k < count of
-q[i + k] * memory[m + r * count + k]; count must be a multiple of 16. Also overwrites what follows, up to
-scores[s + 15]. dots8: for n <= 8."""
+_Dots = Callable[[Floats, int, int, Floats, int, int, Stored, int, int, int], None]
+dots_4x4, dots_2x8, dots_1x16, dots_1x8 = (
+    cast("_Dots", intrinsic(_emit_dots(queries, keys))) for queries, keys in ((4, 4), (2, 8), (1, 16), (1, 8))
+)
+"""dots_QxK(out, o, out_row, q, i, q_row, stored, m, count, n): for r < Q and t < n <= K,
+out[o + r * out_row + t] = sum over k < count of q[i + r * q_row + k] * stored[m + t * count + k]; count must be a
+multiple of 16. Also overwrites what follows, up to t = K - 1. All forms give the same bits."""
 
 mix = cast("Callable[[Floats, int, Floats, int, Floats, int, int], None]", intrinsic(_emit_mix))
 """mix(y, count, weights, w, values, v, n): for k < count, y[k] += sum over rows r < n of
@@ -295,10 +298,6 @@ panel_8x2, panel_8x1, panel_4x4, panel_4x1, panel_2x8, panel_2x1, panel_1x16, pa
 )
 """panel_RxV(out, o, out_row, a, i, a_row, weight, w, w_row, depth): for r < R and c < 16 * V,
 out[o + r * out_row + c] += sum of a[i + r * a_row + k] * weight[w + k * w_row + c] over k < depth, in order."""
-
-head_dots = cast("Callable[[Floats, int, Floats, int, Stored, int, int], None]", intrinsic(_emit_head_dots))
-"""head_dots(out, o, x, i, weight, w, count): out[o + r] = sum of x[i + k] * weight[w + r * count + k] over k < count,
-for r < 16; count must be a multiple of 16."""
 
 value_of = cast("Callable[[Stored, int], np.float32]", intrinsic(_emit_value))
 """value_of(weight, i): element i of stored weights, as a float."""
@@ -616,8 +615,17 @@ def multiply_head(a: Floats, weight: Stored, out: Floats) -> None:
     ids = weight.shape[0]
     whole = ids - ids % LANES if depth % LANES == 0 else 0
     for j in range(0, whole, LANES):
-        for i in range(rows):
-            head_dots(out, i * ids + j, a, i * depth, weight, j * depth, depth)
+        i = 0
+        while rows - i >= 4:
+            for c in range(j, j + LANES, 4):
+                dots_4x4(out, i * ids + c, ids, a, i * depth, depth, weight, c * depth, depth, 4)
+            i += 4
+        if rows - i >= 2:
+            for c in range(j, j + LANES, 8):
+                dots_2x8(out, i * ids + c, ids, a, i * depth, depth, weight, c * depth, depth, 8)
+            i += 2
+        if i < rows:
+            dots_1x16(out, i * ids + j, ids, a, i * depth, depth, weight, j * depth, depth, LANES)
     for j in range(whole, ids):
         for i in range(rows):
             x = a[i]
@@ -831,24 +839,6 @@ def place_rows(layer: int, shape: DecoderDims, weights: KernelWeights, step: Ste
             memory[at + run : at + run + head_dim] = qkv[i, v : v + head_dim]
 
 
-class _HeadSpan(NamedTuple):
-    """Range of positions visible to one query head and the location of their KV in the cache, in floats."""
-
-    first: int  # positions first..last are visible
-    last: int
-    block_tokens: int
-    base: int  # offset of this KV head's keys within slot 0
-    slot_size: int
-
-
-class _HeadScoring(NamedTuple):
-    """How products of one head's queries and keys become shares; in numba's types."""
-
-    scale: np.float32
-    softcap: np.float32  # 0 = none
-    sink: np.float32  # score that takes a share of its own; -inf = none
-
-
 @_kernel(_CONTRACT)
 def attend_rows(
     layer: int,
@@ -862,90 +852,75 @@ def attend_rows(
 ) -> None:
     """Compute attention of the given rows of qkv, each over its sequence up to its own position, into out [N, Q].
 
-    `sinks` are those of the layer, [heads | 0].
+    `sinks` are those of the layer, [heads | 0]. All heads of a block are scored together, so that a slot is read once
+    and as a whole.
     """
     heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
-    group = step.layer_groups[layer]
+    shared, group, memory = heads // kv_heads, step.layer_groups[layer], step.memory
     window, block_tokens = step.windows[group], step.block_tokens
-    layer_base, slot_size = step.read_bases[layer], step.read_sizes[group]
+    layer_base, slot_size, run = step.read_bases[layer], step.read_sizes[group], step.block_tokens * head_dim
     for r in range(rows.size):
         i = rows[r]
         position = int(step.positions[i])
         first = int(step.row_firsts[group, i])
         first = max(position - window + 1, first) if window else first
         table = step.read_tables[step.row_tables[group, i] :]
+        seen = position + 1 - first
+        row = seen + LANES  # the last vector of scores may be written as a whole
+        first_block, last_block = first // block_tokens, position // block_tokens
+        for block in range(first_block, last_block + 1):
+            begin, end = max(first - block * block_tokens, 0), min(position + 1 - block * block_tokens, block_tokens)
+            slot = layer_base + table[block] * slot_size
+            # The slots are scattered, so the hardware prefetcher cannot follow them: fetch the next one meanwhile.
+            following = layer_base + table[min(block + 1, last_block)] * slot_size
+            part = 2 * run // shared
+            for h in range(heads):
+                for line in range(h * part, (h + 1) * part, _LINE):  # a few at a time
+                    prefetch(memory, following + line)
+                keys = slot + 2 * (h // shared) * run + begin * head_dim
+                q = qkv[i, h * head_dim : (h + 1) * head_dim]
+                _score_keys(q, keys, end - begin, memory, scores, h * row + block * block_tokens + begin - first)
         for h in range(heads):
-            base = layer_base + 2 * (h // (heads // kv_heads)) * block_tokens * head_dim
-            q = qkv[i, h * head_dim : (h + 1) * head_dim]
-            y = out[i, h * head_dim : (h + 1) * head_dim]
-            lead = h % (heads // kv_heads) == 0
-            span = _HeadSpan(first, position, block_tokens, base, slot_size)
-            scoring = _HeadScoring(shape.scale, shape.softcap, sinks[h] if sinks.size else _NO_SINK)
-            _attend_head(q, span, scoring, table, step.memory, scores, y, lead)
+            share, y = scores[h * row : h * row + seen], out[i, h * head_dim : (h + 1) * head_dim]
+            norm = _soften_row(share, 0, seen, shape, sinks[h] if sinks.size else _NO_SINK)
+            y[:] = np.float32(0.0)
+            for block in range(first_block, last_block + 1):
+                start = block * block_tokens
+                begin, end = max(first - start, 0), min(position + 1 - start, block_tokens)
+                values = layer_base + table[block] * slot_size + (2 * (h // shared) + 1) * run + begin * head_dim
+                _mix_values(share, start + begin - first, end - begin, memory, values, y)
+            for d in range(head_dim):
+                y[d] *= norm
 
 
 @_kernel(_CONTRACT)
-def _attend_head(
-    q: Floats,
-    span: _HeadSpan,
-    scoring: _HeadScoring,
-    table: Ints,
-    memory: Floats,
-    scores: Floats,
-    y: Floats,
-    lead: bool,
-) -> None:
-    """Compute attention of one head of one row: y = softmax(q . keys) @ values over the positions of `span`.
-
-    `lead` is true for the first head that reads these keys and values, which also prefetches them.
-    """
-    first, last, block_tokens, base, slot_size = span
-    scale, softcap, sink = scoring
+def _score_keys(q: Floats, keys: int, count: int, memory: Floats, scores: Floats, at: int) -> None:
+    """Write the products of q and `count` keys, which begin at memory[keys], to scores[at:]."""
     head_dim = q.size
-    vectors = head_dim % LANES == 0
-    for block in range(first // block_tokens, last // block_tokens + 1):
-        start = block * block_tokens
-        keys = base + table[block] * slot_size
-        # The slots are scattered, so the hardware prefetcher cannot follow them: fetch the values of this slot and the
-        # keys of the next one while this slot's keys are multiplied.
-        following = base + table[min(block + 1, last // block_tokens)] * slot_size
-        begin, end = max(first - start, 0), min(last + 1 - start, block_tokens)
-        for line in range(begin * head_dim, end * head_dim if lead else 0, _LINE):
-            prefetch(memory, keys + block_tokens * head_dim + line)
-            prefetch(memory, following + line)
-        for t in range(begin, end, LANES if vectors else 1):
-            at, place = keys + t * head_dim, start + t - first
-            if not vectors:
-                scores[place] = _dot(q, memory[at : at + head_dim])
-            elif end - t > 8:
-                dots16(scores, place, q, 0, memory, at, head_dim, min(end - t, LANES))
-            else:
-                dots8(scores, place, q, 0, memory, at, head_dim, end - t)
-    share = scores[: last + 1 - first]
-    for t in range(share.size):
-        share[t] *= scale
-    if softcap > 0:
-        for t in range(share.size):
-            share[t] = softcap * np.tanh(share[t] / softcap)
-    top = max(sink, _max(share))
-    total = _exp_sum(share, top, np.float32(1.0))
-    if sink > _NO_SINK:
-        total += _exp(sink - top)
-    norm = np.float32(1.0) / total
-    y[:] = np.float32(0.0)
-    for block in range(first // block_tokens, last // block_tokens + 1):
-        start = block * block_tokens
-        values = base + block_tokens * head_dim + table[block] * slot_size
-        begin, end = max(first - start, 0), min(last + 1 - start, block_tokens)
-        if vectors:
-            mix(y, head_dim, share, start + begin - first, memory, values + begin * head_dim, end - begin)
-            continue
-        for t in range(begin, end):
-            weight, value = share[start + t - first], memory[values + t * head_dim : values + (t + 1) * head_dim]
-            for d in range(head_dim):
-                y[d] += weight * value[d]
-    for d in range(head_dim):
-        y[d] *= norm
+    if head_dim % LANES:
+        for t in range(count):
+            key = keys + t * head_dim
+            scores[at + t] = _dot(q, memory[key : key + head_dim])
+        return
+    for t in range(0, count, LANES):
+        key, few = keys + t * head_dim, min(count - t, LANES)
+        if few > 8:
+            dots_1x16(scores, at + t, 0, q, 0, 0, memory, key, head_dim, few)
+        else:
+            dots_1x8(scores, at + t, 0, q, 0, 0, memory, key, head_dim, few)
+
+
+@_kernel(_CONTRACT)
+def _mix_values(share: Floats, first: int, count: int, memory: Floats, values: int, y: Floats) -> None:
+    """Add `count` values, which begin at memory[values], times share[first:] to y."""
+    head_dim = y.size
+    if head_dim % LANES == 0:
+        mix(y, head_dim, share, first, memory, values, count)
+        return
+    for t in range(count):
+        weight, value = share[first + t], memory[values + t * head_dim : values + (t + 1) * head_dim]
+        for d in range(head_dim):
+            y[d] += weight * value[d]
 
 
 class TileBuffers(NamedTuple):
