@@ -13,7 +13,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("tests/gpu", "tests/engine/test_parity.py", "tests/engine/test_triton_attention.py")
+TESTS = (
+    "tests/gpu",
+    "tests/engine/test_parity.py",
+    "tests/engine/test_triton_attention.py",
+    "tests/engine/test_triton_rows.py",
+    "tests/engine/test_decode_graphs.py",
+)
 TIME_LIMIT_S = 600
 FAILED, NO_GPU = 1, 3
 

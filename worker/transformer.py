@@ -334,6 +334,8 @@ class Transformer(SteppedEngine):
         except EngineError as error:
             raise StartupError(str(error)) from error
         log.info("engine backend %s on %s in %s", model.backend.name, model.device, model.dtype)
+        if config.engine.cuda_graphs == "on" and model.record_steps():
+            log.info("decode steps are recorded as CUDA graphs")
         return cls(model, config.kv, hardware_name(model.device, config.engine.threads))
 
     def new_memory(

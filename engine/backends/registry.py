@@ -96,12 +96,15 @@ def _flash_problem(placement: Placement) -> str:
     return ""
 
 
-def _tensors(module: str, attention: str) -> Callable[[ModelConfig, DecoderWeights, RopeTable], Backend]:
-    """Return what builds the backend in torch operations; the attention's module is imported then."""
+def _tensors(attention: str, rows: str) -> Callable[[ModelConfig, DecoderWeights, RopeTable], Backend]:
+    """Return what builds the backend in torch operations around these classes, named by module and class; the modules
+    are imported then.
+    """
+    named = [name.split(".") for name in (attention, rows)]
 
     def build(config: ModelConfig, weights: DecoderWeights, rope: RopeTable) -> Backend:
-        kind = getattr(import_module(f"engine.backends.{module}"), attention)
-        return TensorBackend(config, weights, rope, kind(config, weights))
+        parts = [getattr(import_module(f"engine.backends.{module}"), kind)(config, weights) for module, kind in named]
+        return TensorBackend(config, weights, rope, *parts)
 
     return build
 
@@ -125,7 +128,7 @@ BACKENDS: Final = {
             "not yet: it has not run on a GPU",
             "a GPU and the package triton, which torch's CUDA build brings",
             _triton_problem,
-            _tensors("triton_attention", "TritonAttention"),
+            _tensors("triton_attention.TritonAttention", "triton_rows.TritonRows"),
             takes_auto=False,
         ),
         BackendKind(
@@ -134,7 +137,7 @@ BACKENDS: Final = {
             "a GPU, the package flash-attn, float16 or bfloat16, `--block-tokens` that are a multiple of 256; computes "
             "neither learned sinks, KV in int8 nor endless requests",
             _flash_problem,
-            _tensors("flash_attention", "FlashAttention"),
+            _tensors("flash_attention.FlashAttention", "torch_rows.TorchRows"),
             takes_auto=False,
             computes_endless=False,
         ),
@@ -143,7 +146,7 @@ BACKENDS: Final = {
             "otherwise",
             "any device and dtype",
             lambda placement: "",
-            _tensors("gathered_attention", "GatheredAttention"),
+            _tensors("gathered_attention.GatheredAttention", "torch_rows.TorchRows"),
         ),
     )
 }
