@@ -10,6 +10,7 @@ of logits at every temperature; temperature 0 is the greedy choice. Ties go to t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -52,12 +53,12 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.
     ids, best = choose(logits, rows)
     if not bool(best.isfinite().all()):
         raise SamplingError("the logits contain NaN or infinity: the model's weights or its KV are damaged")
-    chosen: npt.NDArray[np.int64] = ids.cpu().numpy()
+    chosen: npt.NDArray[np.int64] = ids.numpy()
     return chosen
 
 
 def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (one id per row, int64 [B]; its score, float64 [B]) of logits [B, V], without waiting for a device.
+    """Return (one id per row, int64 [B]; its score, float64 [B]) of logits [B, V], on the CPU.
 
     The id of a row whose score is not finite is meaningless. Raises `SamplingError` for invalid parameters.
     """
@@ -67,11 +68,29 @@ def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Ten
         )
     if logits.device.type == "cpu":
         return _choose_compiled(logits, rows)
-    return choose_by_tensors(logits, rows)
+    if find_spec("triton") is None:
+        ids, scores = choose_by_tensors(logits, rows)
+        return ids.cpu(), scores.cpu()
+    return choose_by_bounds(logits, rows)
+
+
+def choose_by_bounds(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same as `choose`, on a GPU or in Triton's interpreter. The host waits for the device once, or twice if
+    the bounds of a row decide nothing.
+    """
+    from engine.device_sampling import choose_on_device  # only GPUs have Triton
+
+    choice = choose_on_device(logits, _draws(rows), _PROBABILITY_UNIT)
+    found = torch.stack([choice.ids, choice.scores.view(torch.int64), choice.certain.long()]).cpu()
+    ids, scores = found[0], found[1].view(torch.float64)
+    if unsure := (found[2] == 0).nonzero()[:, 0].tolist():
+        chosen, best = choose_by_tensors(logits[unsure], [rows[i] for i in unsure])
+        ids[unsure], scores[unsure] = chosen.cpu(), best.cpu()
+    return ids, scores
 
 
 def choose_by_tensors(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same as `choose`, bit for bit, on any device."""
+    """Return the same as `choose`, bit for bit, on any device: the reference, which computes the scores of all ids."""
     scores = _scores(logits, rows, 0.0)
     best, ids = scores.max(dim=1)
     vocabulary = torch.arange(scores.shape[1], device=scores.device)
@@ -80,15 +99,20 @@ def choose_by_tensors(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tupl
 
 
 def _choose_compiled(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    for row in rows:
-        _check(row)
-    draws = np.array(
-        [(r.temperature, r.top_p, r.min_p, r.top_k, r.seed & _MASK64, r.choice, r.index) for r in rows], DRAW
-    )
+    draws = _draws(rows)
     ids, scores = np.empty(len(rows), np.int64), np.empty(len(rows))
     values = logits if logits.dtype == torch.float64 else logits.float()
     choose_rows(values.contiguous().numpy(), draws, _PROBABILITY_UNIT, ids, scores)
     return torch.from_numpy(ids), torch.from_numpy(scores)
+
+
+def _draws(rows: Sequence[SamplingRow]) -> npt.NDArray[np.void]:
+    """Return the rows as an array of dtype DRAW. Raises `SamplingError`."""
+    for row in rows:
+        _check(row)
+    return np.array(
+        [(r.temperature, r.top_p, r.min_p, r.top_k, r.seed & _MASK64, r.choice, r.index) for r in rows], DRAW
+    )
 
 
 def noisy_scores(
