@@ -198,6 +198,7 @@ class RandomEngine:
         weights = load_weights(config, checkpoint, device=on.device, dtype=on.dtype)
         rope = RopeTable(config.ropes, config.head_dim, config.max_positions, on.device)
         self.model = Model(config, weights, kind, kind.build(config, weights, rope), rope, "random")
+        self.model.record_steps()
         self.parameters = sum(
             prod(part.shape) for layer in range(config.num_layers) for part in layer_parts(config, layer)
         )

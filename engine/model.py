@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.backends.graph_recorder import CudaGraphRecorder, GraphRecorder
 from engine.backends.interface import Backend
 from engine.backends.registry import AUTO, BackendKind, Placement, choose_backend
+from engine.backends.tensors import TensorBackend
 from engine.batch import FlatBatch, ForwardBatch, LayerHook, SequenceChunk, flatten_batch
 from engine.cache import DTYPES, PagedCache
 from engine.config import SILU, KvGroupShape, ModelConfig, read_config, with_int8_kv
@@ -72,6 +74,16 @@ class Model:
             chunk = SequenceChunk(np.zeros(size, np.int32), start, tables, want_logits=True)
             logits = self.forward(ForwardBatch([chunk]), cache)
         sample(logits, [SamplingRow(temperature=1.0, top_p=0.5, top_k=1, seed=0, choice=0, index=0, min_p=0.5)])
+
+    def record_steps(self, recorder: GraphRecorder | None = None) -> bool:
+        """Record decode steps as graphs from now on, if backend, model and device allow; return whether they do.
+
+        `recorder`: how they are recorded; None: as CUDA graphs. Steps that cannot be recorded run as before.
+        """
+        if not isinstance(self._backend, TensorBackend) or (recorder is None and self.device.type != "cuda"):
+            return False
+        with self._turn:
+            return self._backend.record_steps(recorder or CudaGraphRecorder(self.device))
 
     def forward(
         self,

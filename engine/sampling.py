@@ -10,6 +10,7 @@ of logits at every temperature; temperature 0 is the greedy choice. Ties go to t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -49,40 +50,71 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.
 
     Raises `SamplingError` for invalid parameters and for NaN or infinite logits.
     """
-    ids, sound = read_choice(*choose(logits, rows))
-    if not sound.all():
+    ids, scores = choose(logits, rows)
+    if not bool(scores.isfinite().all()):
         raise damaged_logits()
-    return ids
-
-
-def read_choice(ids: torch.Tensor, scores: torch.Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Wait for what `choose` has chosen; return the ids, int64 [B], and which of them are sound, bool [B]."""
-    chosen: npt.NDArray[np.int64] = ids.cpu().numpy()
-    sound: npt.NDArray[np.bool_] = scores.isfinite().cpu().numpy()
-    return chosen, sound
+    chosen: npt.NDArray[np.int64] = ids.numpy()
+    return chosen
 
 
 def damaged_logits() -> SamplingError:
-    """Return the error for rows that are not sound."""
+    """Return the error for rows whose score is not finite."""
     return SamplingError("the logits contain NaN or infinity: the model's weights or its KV are damaged")
 
 
+@dataclass(frozen=True)
+class QueuedChoice:
+    """Ids that are chosen on the logits' device, where they can be used before the host has read them."""
+
+    ids: torch.Tensor  # int64 [B], on the device; meaningless for rows that are not certain
+    scores: torch.Tensor  # float64 [B], on the device
+    certain: torch.Tensor | None = None  # bool [B], on the device; None: all rows are
+    logits: torch.Tensor | None = None  # [B, V], of rows that may not be certain, and their parameters
+    rows: Sequence[SamplingRow] = ()
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `choose` does. The host waits for the device once, or twice if some rows were not certain."""
+        if self.certain is None or self.logits is None:
+            return self.ids.cpu(), self.scores.cpu()
+        found = torch.stack([self.ids, self.scores.view(torch.int64), self.certain.long()]).cpu()
+        ids, scores = found[0], found[1].view(torch.float64)
+        if unsure := (found[2] == 0).nonzero()[:, 0].tolist():
+            chosen, best = choose_by_tensors(self.logits[unsure], [self.rows[i] for i in unsure])
+            ids[unsure], scores[unsure] = chosen.cpu(), best.cpu()
+        return ids, scores
+
+
 def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (one id per row, int64 [B]; its score, float64 [B]) of logits [B, V], without waiting for a device.
+    """Return (one id per row, int64 [B]; its score, float64 [B]) of logits [B, V], on the CPU.
 
     The id of a row whose score is not finite is meaningless. Raises `SamplingError` for invalid parameters.
     """
+    return queue_choice(logits, rows).read()
+
+
+def queue_choice(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> QueuedChoice:
+    """Choose as `choose` does, without waiting for the device. Raises `SamplingError` for invalid parameters."""
     if logits.dim() != 2 or len(rows) != len(logits):
         raise SamplingError(
             f"logits must be [B, V] with B rows of parameters, got {list(logits.shape)} and {len(rows)} rows"
         )
     if logits.device.type == "cpu":
         return _choose_compiled(logits, rows)
-    return choose_by_tensors(logits, rows)
+    if find_spec("triton") is None:
+        return QueuedChoice(*choose_by_tensors(logits, rows))
+    return queue_by_bounds(logits, rows)
+
+
+def queue_by_bounds(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> QueuedChoice:
+    """Return the same as `queue_choice`, on a GPU or in Triton's interpreter."""
+    from engine.device_sampling import choose_on_device  # only GPUs have Triton
+
+    choice = choose_on_device(logits, _draws(rows), _PROBABILITY_UNIT)
+    return QueuedChoice(choice.ids, choice.scores, choice.certain, logits, rows)
 
 
 def choose_by_tensors(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same as `choose`, bit for bit, on any device."""
+    """Return the same as `choose`, bit for bit, on any device: the reference, which computes the scores of all ids."""
     scores = _scores(logits, rows, 0.0)
     best, ids = scores.max(dim=1)
     vocabulary = torch.arange(scores.shape[1], device=scores.device)
@@ -90,16 +122,21 @@ def choose_by_tensors(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tupl
     return ids.clamp(max=scores.shape[1] - 1), best
 
 
-def _choose_compiled(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    for row in rows:
-        _check(row)
-    draws = np.array(
-        [(r.temperature, r.top_p, r.min_p, r.top_k, r.seed & _MASK64, r.choice, r.index) for r in rows], DRAW
-    )
+def _choose_compiled(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> QueuedChoice:
+    draws = _draws(rows)
     ids, scores = np.empty(len(rows), np.int64), np.empty(len(rows))
     values = logits if logits.dtype == torch.float64 else logits.float()
     choose_rows(values.contiguous().numpy(), draws, _PROBABILITY_UNIT, ids, scores)
-    return torch.from_numpy(ids), torch.from_numpy(scores)
+    return QueuedChoice(torch.from_numpy(ids), torch.from_numpy(scores))
+
+
+def _draws(rows: Sequence[SamplingRow]) -> npt.NDArray[np.void]:
+    """Return the rows as an array of dtype DRAW. Raises `SamplingError`."""
+    for row in rows:
+        _check(row)
+    return np.array(
+        [(r.temperature, r.top_p, r.min_p, r.top_k, r.seed & _MASK64, r.choice, r.index) for r in rows], DRAW
+    )
 
 
 def noisy_scores(

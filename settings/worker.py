@@ -94,6 +94,13 @@ class EngineSettings(SettingsGroup):
         Literal["auto", "compiled", "triton", "flash-attn", "torch"],
         Key("How the transformer computes; auto is compiled on a CPU in float32, and torch otherwise"),
     ] = "auto"
+    cuda_graphs: Annotated[
+        Literal["off", "on"],
+        Key(
+            "Whether the transformer records decode steps as CUDA graphs on a GPU, where its backend can (triton), "
+            "which saves the time of launching their kernels one by one"
+        ),
+    ] = "on"
     vllm_args: Annotated[
         str,
         Key(

@@ -18,6 +18,8 @@ TESTS = (
     "tests/engine/test_parity.py",
     "tests/engine/test_triton_attention.py",
     "tests/engine/test_triton_linear.py",
+    "tests/engine/test_triton_rows.py",
+    "tests/engine/test_decode_graphs.py",
 )
 TIME_LIMIT_S = 600
 FAILED, NO_GPU = 1, 3

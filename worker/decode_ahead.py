@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine import FlatBatch, InvalidBatch, Model, ModelConfig, PagedCache, SamplingRow
-from engine.sampling import choose, damaged_logits, read_choice
+from engine.sampling import QueuedChoice, damaged_logits, queue_choice
 from worker.engine_interface import SampledToken
 from worker.errors import sequence_error
 from worker.request import EngineSequence
@@ -62,13 +62,13 @@ class QueuedStep:
     """A decode step whose tokens have been chosen on the device, but not been read."""
 
     step: DecodeStep
-    ids: torch.Tensor  # int64 [B], on the device
-    scores: torch.Tensor  # [B]: finite if the id is sound
+    choice: QueuedChoice
     ended: torch.cuda.Event | None  # after the step; None on CPUs, where it has ended
+    void: frozenset[int] = frozenset()  # rows that were computed from a wrong token
 
     def rows_of(self, decoding: Sequence[EngineSequence]) -> dict[int, int]:
         """Return index in `decoding` -> row of this step, for the sequences whose next token it chooses."""
-        rows = {id(sequence): row for row, sequence in enumerate(self.step.sequences)}
+        rows = {id(sequence): row for row, sequence in enumerate(self.step.sequences) if row not in self.void}
         return {
             i: row
             for i, sequence in enumerate(decoding)
@@ -77,11 +77,24 @@ class QueuedStep:
 
     def read(self) -> list[SampledToken | None]:
         """Return the token of each row; None for a sequence that cannot continue, whose `error` is set."""
-        ids, sound = read_choice(self.ids, self.scores)
-        for row in np.flatnonzero(~sound).tolist():
-            sequence = self.step.sequences[row]
-            sequence.error = sequence.error or sequence_error(damaged_logits())
-        return [SampledToken(token) if ok else None for token, ok in zip(ids.tolist(), sound.tolist(), strict=True)]
+        ids, scores = self.choice.read()
+        tokens: list[SampledToken | None] = []
+        for sequence, token, sound in zip(self.step.sequences, ids.tolist(), scores.isfinite().tolist(), strict=True):
+            if not sound:
+                sequence.error = sequence.error or sequence_error(damaged_logits())
+            tokens.append(SampledToken(token) if sound else None)
+        return tokens
+
+    def after(self, before: QueuedStep, tokens: Sequence[SampledToken | None]) -> QueuedStep:
+        """Return this step as it is once the tokens of the one before are known.
+
+        An id that the device was not certain of may be another one after all; what was computed from it is void.
+        """
+        if before.choice.certain is None:
+            return self
+        fed = before.choice.ids.tolist()
+        wrong = [row for row, token in enumerate(tokens) if token is None or token.token != fed[row]]
+        return replace(self, void=frozenset(wrong)) if wrong else self
 
 
 class DecodeAhead:
@@ -93,12 +106,12 @@ class DecodeAhead:
 
     def choose(self, step: DecodeStep, logits: torch.Tensor, ahead: int = 0) -> QueuedStep:
         """Choose the tokens of a step that has been queued, from its logits; `ahead` tokens have not been read."""
-        ids, scores = choose(logits, [sampling_row(s, ahead) for s in step.sequences])
+        choice = queue_choice(logits, [sampling_row(s, ahead) for s in step.sequences])
         ended = None
-        if ids.device.type == "cuda":
+        if choice.ids.device.type == "cuda":
             ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ended.record()
-        return QueuedStep(step, ids, scores, ended)
+        return QueuedStep(step, choice, ended)
 
     def queue_after(self, queued: QueuedStep) -> QueuedStep | None:
         """Queue the step after one whose tokens have not been read; None if it cannot be queued before they are."""
@@ -106,7 +119,7 @@ class DecodeAhead:
         if not can_go_ahead(last.sequences):
             return None
         try:
-            batch = last.batch.advanced(queued.ids, self._model.config)
+            batch = last.batch.advanced(queued.choice.ids, self._model.config)
         except InvalidBatch:  # a sequence grows only after its token has been read
             return None
         step = replace(last, batch=batch)

@@ -33,7 +33,7 @@ from engine import (
 )
 from engine.digest_cache import DigestCache
 from engine.rolling import RollingWindow, check_rolling, default_sinks
-from engine.sampling import choose, damaged_logits, read_choice
+from engine.sampling import choose, damaged_logits
 from kvpool import Provenance
 from messenger import Messenger
 from settings.worker import KvSettings
@@ -117,11 +117,13 @@ def _sampled(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> NDArr
 
     Raises SamplingError if all rows are damaged.
     """
-    tokens, sound = read_choice(*choose(logits, [sampling_row(sequence) for sequence in sequences]))
-    if not sound.any():
+    ids, scores = choose(logits, [sampling_row(sequence) for sequence in sequences])
+    sound = scores.isfinite()
+    if not bool(sound.any()):
         raise damaged_logits()
-    for i in np.flatnonzero(~sound).tolist():
+    for i in (~sound).nonzero()[:, 0].tolist():
         sequences[i].error = sequences[i].error or sequence_error(damaged_logits())
+    tokens: NDArray[np.int64] = ids.numpy()
     return tokens
 
 
@@ -206,8 +208,7 @@ class ModelSteps:
             self._queued = None
             if not chunks and queued.step.goes_on(decoding) and len(queued.rows_of(decoding)) == len(decoding):
                 self._last = queued.step
-                self._queued = self._ahead.queue_after(queued)
-                return queued.read()
+                return self._read_behind(queued)
             return self._with_queued(queued, decoding, chunks, on_layer, before_layer)
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
@@ -219,6 +220,13 @@ class ModelSteps:
     def settle(self) -> None:
         if self._queued is not None and self._queued.ended is not None:
             self._queued.ended.synchronize()
+
+    def _read_behind(self, queued: QueuedStep) -> list[SampledToken | None]:
+        """Queue the step after one that has been queued; return the tokens of that one."""
+        following = self._ahead.queue_after(queued)
+        tokens = queued.read()
+        self._queued = following.after(queued, tokens) if following is not None else None
+        return tokens
 
     def _with_queued(
         self,
@@ -248,9 +256,7 @@ class ModelSteps:
         batch, goes_on = self._plan(decoding, chunks)
         logits = self._model.run(batch, self._cache, on_layer, before_layer)
         if goes_on and self._goes_ahead and self._last is not None and can_go_ahead(decoding):
-            chosen = self._ahead.choose(self._last, logits)
-            self._queued = self._ahead.queue_after(chosen)
-            return chosen.read()
+            return self._read_behind(self._ahead.choose(self._last, logits))
         rows = [*decoding, *(s for s, c in chunks if c.last)]
         return sample_tokens(score_prompts(logits, len(decoding), chunks), rows)
 
@@ -350,6 +356,8 @@ class Transformer(SteppedEngine):
         except EngineError as error:
             raise StartupError(str(error)) from error
         log.info("engine backend %s on %s in %s", model.backend.name, model.device, model.dtype)
+        if config.engine.cuda_graphs == "on" and model.record_steps():
+            log.info("decode steps are recorded as CUDA graphs")
         return cls(model, config.kv, hardware_name(model.device, config.engine.threads))
 
     def new_memory(

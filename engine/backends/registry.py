@@ -101,12 +101,11 @@ def _flash_problem(placement: Placement) -> str:
     return ""
 
 
-def _tensors(attention: str, linears: str) -> Callable[[ModelConfig, DecoderWeights, RopeTable], Backend]:
+def _tensors(attention: str, linears: str, rows: str) -> Callable[[ModelConfig, DecoderWeights, RopeTable], Backend]:
     """Return what builds the backend in torch operations around these classes, named by module and class; the modules
     are imported then.
     """
-
-    named = [name.split(".") for name in (attention, linears)]
+    named = [name.split(".") for name in (attention, linears, rows)]
 
     def build(config: ModelConfig, weights: DecoderWeights, rope: RopeTable) -> Backend:
         parts = [getattr(import_module(f"engine.backends.{module}"), kind)(config, weights) for module, kind in named]
@@ -134,7 +133,7 @@ BACKENDS: Final = {
             "not yet: it has not run on a GPU",
             "a GPU and the package triton, which torch's CUDA build brings",
             _triton_problem,
-            _tensors("triton_attention.TritonAttention", "triton_linear.TritonLinears"),
+            _tensors("triton_attention.TritonAttention", "triton_linear.TritonLinears", "triton_rows.TritonRows"),
             takes_auto=False,
             keeps_packed=True,
         ),
@@ -144,7 +143,7 @@ BACKENDS: Final = {
             "a GPU, the package flash-attn, float16 or bfloat16, `--block-tokens` that are a multiple of 256; computes "
             "neither learned sinks, KV in int8 nor endless requests",
             _flash_problem,
-            _tensors("flash_attention.FlashAttention", "torch_linear.TorchLinears"),
+            _tensors("flash_attention.FlashAttention", "torch_linear.TorchLinears", "torch_rows.TorchRows"),
             takes_auto=False,
             computes_endless=False,
         ),
@@ -153,7 +152,7 @@ BACKENDS: Final = {
             "otherwise",
             "any device and dtype",
             lambda placement: "",
-            _tensors("gathered_attention.GatheredAttention", "torch_linear.TorchLinears"),
+            _tensors("gathered_attention.GatheredAttention", "torch_linear.TorchLinears", "torch_rows.TorchRows"),
         ),
     )
 }

@@ -9,13 +9,6 @@ from engine.int8_linear import linear as int8_linear
 from engine.weights import DecoderWeights
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the RMS norms of x [..., d] times weight [d], in x's dtype."""
-    if weight.dtype == x.dtype:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
-
-
 def chosen_experts(h: torch.Tensor, router: torch.Tensor, experts: ExpertShape) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts of each row of h [N, d]: shares float32 [N, per_token], numbers int64 [N, per_token]."""
     shares, chosen = (h @ router).float().softmax(dim=-1).topk(experts.per_token, dim=-1)
@@ -28,10 +21,8 @@ class TorchLinears:
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self._config = config
         self._weights = weights
-
-    def normed(self, x: torch.Tensor, weight: torch.Tensor) -> Rows:
-        """Return the RMS norms of x [N, d] times weight [d]."""
-        return rms_norm(x, weight, self._config.rms_norm_eps)
+        self.quantised_norm = None
+        self.host_chooses = config.experts is not None
 
     def gated(self, gate_up: torch.Tensor) -> Rows:
         """Return activation(gate) * up [N, F] of gate_up [N, 2F]."""

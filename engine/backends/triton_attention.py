@@ -1,5 +1,6 @@
 """Attention by the Triton kernels: decode rows in tiles of one row, longer chunks in tiles of several."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from engine.backends import triton_kernels as kernels
 from engine.backends.device_arrays import on_device
+from engine.backends.interface import AttentionPlan
 from engine.batch import FlatBatch
 from engine.cache import PagedCache
 from engine.config import ModelConfig
@@ -43,28 +45,49 @@ class TritonAttention:
 
     def begin(self, plan: FlatBatch, cache: PagedCache) -> "_TritonStep":
         """Prepare a step."""
-        arrays, shapes = {"tables": plan.tables}, list[tuple[int, int, int]]()  # group, rows per tile, splits
+        planned = self._plan(plan, cache, 0)
+        return self.start(planned.form, on_device(planned.arrays, self._device), cache)
+
+    def plan(self, plan: FlatBatch, cache: PagedCache, padded_rows: int) -> AttentionPlan:
+        """Return the indices of a step of single tokens as if it had `padded_rows` rows, the last of which see nothing.
+
+        Only the array "tables" depends in its length on anything but the number of rows.
+        """
+        return self._plan(plan, cache, padded_rows - len(plan.token_ids))
+
+    def start(
+        self, form: tuple[tuple[int, ...], ...], arrays: Mapping[str, torch.Tensor], cache: PagedCache
+    ) -> "_TritonStep":
+        """Return the attention of a step whose indices are on the device; they are read when layers are computed."""
+        of_group: list[list[_Tiles]] = [[] for _ in cache.groups]
+        for number, (group, rows, splits) in enumerate(form):
+            queries = max(_LEAST_QUERIES, _power_of_two(rows * self._shared))
+            of_group[group].append(_Tiles(arrays[f"tiles {number}"], queries, splits))
+        return _TritonStep(self._config, self._sinks, cache, arrays["tables"], of_group)
+
+    def _plan(self, plan: FlatBatch, cache: PagedCache, padding: int) -> AttentionPlan:
+        arrays, form = {"tables": plan.tables}, list[tuple[int, ...]]()  # group, rows per tile, splits
         per_tile = max(1, _PREFILL_QUERIES // self._shared)
         for group, shape in enumerate(cache.groups):
             for rows, chunks in ((1, np.flatnonzero(plan.sizes == 1)), (per_tile, np.flatnonzero(plan.sizes > 1))):
                 if len(chunks):
                     tiles = _tiles(plan, group, chunks, rows)
+                    if padding:
+                        tiles = np.concatenate([tiles, _tiles_of_padding(len(plan.token_ids), padding)])
                     splits = self._splits(tiles, shape.window) if rows == 1 else 1
-                    arrays[f"tiles {len(shapes)}"] = tiles
-                    shapes.append((group, rows, splits))
-        placed = on_device(arrays, self._device)
-        of_group: list[list[_Tiles]] = [[] for _ in cache.groups]
-        for number, (group, rows, splits) in enumerate(shapes):
-            queries = max(_LEAST_QUERIES, _power_of_two(rows * self._shared))
-            of_group[group].append(_Tiles(placed[f"tiles {number}"], queries, splits))
-        return _TritonStep(self._config, self._sinks, cache, placed["tables"], of_group)
+                    arrays[f"tiles {len(form)}"] = tiles
+                    form.append((group, rows, splits))
+        return AttentionPlan(arrays, tuple(form))
 
     def _splits(self, tiles: npt.NDArray[np.int32], window: int) -> int:
-        """Return into how many parts the keys of each tile are cut, so that all cores have work."""
+        """Return into how many parts the keys of each tile are cut, so that all cores have work: a power of two, since
+        there is a kernel, and a graph, for each.
+        """
         keys = int((tiles[:, 2] - tiles[:, 3]).max()) + 1
         keys = min(keys, window) if window else keys
         wanted = self._cores * _PROGRAMS_PER_CORE // (len(tiles) * self._config.num_kv_heads)
-        return max(1, min(wanted, keys // _LEAST_SPLIT_KEYS, _MOST_SPLITS))
+        most = max(1, min(wanted, keys // _LEAST_SPLIT_KEYS, _MOST_SPLITS))
+        return 1 << most.bit_length() - 1
 
 
 class _TritonStep:
@@ -161,6 +184,13 @@ def _tiles(
         ],
         axis=1,
     ).astype(np.int32)
+
+
+def _tiles_of_padding(first_row: int, rows: int) -> npt.NDArray[np.int32]:
+    """Return tiles without rows, whose outputs are 0 in the row that they name, int32 [rows, TILE_FIELDS]."""
+    tiles = np.zeros((rows, kernels.TILE_FIELDS.value), np.int32)
+    tiles[:, 0] = first_row + np.arange(rows)
+    return tiles
 
 
 def _power_of_two(count: int) -> int:

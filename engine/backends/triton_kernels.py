@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 
 TILE_FIELDS = tl.constexpr(5)
-"""Integers of a tile: its first row, number of rows, first position, first visible position and table."""
+"""Integers of a tile: its first row, number of rows, first position, first visible position and table. The output of a
+tile without rows, at position 0, is 0 in its first row.
+"""
 
 
 @triton.jit
@@ -69,7 +71,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
 
     query = tl.arange(0, QUERIES)
     row, of_head = query // SHARED, head * SHARED + query % SHARED
-    is_query = row < count
+    is_query = row < tl.maximum(count, 1)
     column = tl.arange(0, WIDTH)
     is_column = column < HEAD_DIM
     place = (first_row + row).to(tl.int64)
@@ -149,9 +151,10 @@ def merge_splits(  # type: ignore[no-untyped-def]
     is_split, is_column = split < SPLITS, column < HEAD_DIM
     cell = (split.to(tl.int64) * rows_in_step + row) * HEADS + head
     top = tl.load(tops + cell, mask=is_split, other=float("-inf"))
-    kept = tl.exp(top - tl.max(top, 0))
+    base = tl.max(top, 0)
+    kept = tl.exp(top - tl.where(base == float("-inf"), 0.0, base))
     total = tl.sum(tl.load(sums + cell, mask=is_split, other=0.0) * kept, 0)
     mask = is_split[:, None] & is_column[None, :]
     mixed = tl.load(parts + cell[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
-    mixed = tl.sum(mixed * kept[:, None], 0) / total
+    mixed = tl.sum(mixed * kept[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(out + (row * HEADS + head) * HEAD_DIM + column, mixed.to(out.dtype.element_ty), mask=is_column)

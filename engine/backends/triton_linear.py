@@ -10,7 +10,7 @@ import torch
 from engine.backends import triton_expert_kernels as expert_kernels
 from engine.backends import triton_linear_kernels as kernels
 from engine.backends.interface import QuantisedRows, Rows
-from engine.backends.torch_linear import chosen_experts, rms_norm
+from engine.backends.torch_linear import chosen_experts
 from engine.config import SILU, ModelConfig
 from engine.packed_weights import PackedMatrices
 from engine.quantisation import PackedIntegers
@@ -52,14 +52,14 @@ class TritonLinears:
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self._config = config
         self._weights = weights
+        self.quantised_norm = self._quantised_norm if config.int8_linears else None
+        self.host_chooses = False
 
-    def normed(self, x: torch.Tensor, weight: torch.Tensor) -> Rows:
-        """Return the RMS norms of x [N, d] times weight [d], quantised if the linear layers are in int8."""
-        eps = self._config.rms_norm_eps
-        if not self._config.int8_linears:
-            return rms_norm(x, weight, eps)
+    def _quantised_norm(self, x: torch.Tensor, weight: torch.Tensor) -> QuantisedRows:
+        """Return the RMS norms of x [N, d] times weight [d], in int8."""
         steps, scales = _empty_steps(x, x.shape[1])
-        kernels.quantise_norms[(len(x),)](x.contiguous(), weight, steps, scales, eps, **_of_row(x.shape[1]))
+        launch = kernels.quantise_norms[(len(x),)]
+        launch(x.contiguous(), weight, steps, scales, self._config.rms_norm_eps, **_of_row(x.shape[1]))
         return QuantisedRows(steps, scales, x.dtype)
 
     def gated(self, gate_up: torch.Tensor) -> Rows:

@@ -82,7 +82,7 @@ def compile_layers(rows: int, dtype: torch.dtype) -> None:
     for family, norm in (("llama", dtype), ("gemma2", torch.float32)):
         plain = TritonLinears(config_of(family=family), weights_of())
         in_int8 = TritonLinears(config_of(family=family, extra=quantization), weights_of())
-        in_int8.normed(x, empty(inputs, dtype=norm))
+        in_int8.quantised_norm(x, empty(inputs, dtype=norm))
         in_int8.gated(gate_up)
         plain.gated(gate_up)
     weight = empty(outputs, inputs, dtype=torch.int8).t()

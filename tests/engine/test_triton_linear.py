@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from engine import ForwardBatch, load_model
 from engine.backends.interface import QuantisedRows
-from engine.backends.torch_linear import TorchLinears, rms_norm
+from engine.backends.torch_linear import TorchLinears
+from engine.backends.torch_rows import rms_norm
 from engine.config import GELU_TANH, SILU
 from engine.int8_linear import linear as int8_linear
 from engine.int8_linear import quantised
@@ -142,7 +143,7 @@ def assert_close_steps(found: QuantisedRows, want: torch.Tensor) -> None:
 def test_norms_are_quantised_at_once(int8_linears: Any, rows: int, inputs: int, norm_dtype: Any, dtype: Any) -> None:
     x, weight = values(rows, inputs, dtype=dtype), values(inputs, seed=1, dtype=norm_dtype)
     linears = int8_linears[SILU]
-    found = linears.normed(x, weight)
+    found = linears.quantised_norm(x, weight)
     assert isinstance(found, QuantisedRows)
     assert_close_steps(found, rms_norm(x, weight.to(torch.promote_types(dtype, norm_dtype)), 1e-5))
 
