@@ -50,37 +50,37 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.
 
     Raises `SamplingError` for invalid parameters and for NaN or infinite logits.
     """
-    ids, best = choose(logits, rows)
+    _check_shapes(logits, rows)
+    has_bounds = logits.device.type != "cpu" and logits.dtype != torch.float64 and find_spec("triton") is not None
+    ids, best = (choose_by_bounds if has_bounds else choose)(logits, rows)
     if not bool(best.isfinite().all()):
         raise SamplingError("the logits contain NaN or infinity: the model's weights or its KV are damaged")
-    chosen: npt.NDArray[np.int64] = ids.numpy()
+    chosen: npt.NDArray[np.int64] = ids.cpu().numpy()
     return chosen
 
 
 def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (one id per row, int64 [B]; its score, float64 [B]) of logits [B, V], on the CPU.
+    """Return (one id per row, int64 [B]; its score, float64 [B]) of logits [B, V], without waiting for a device.
 
     The id of a row whose score is not finite is meaningless. Raises `SamplingError` for invalid parameters.
     """
-    if logits.dim() != 2 or len(rows) != len(logits):
-        raise SamplingError(
-            f"logits must be [B, V] with B rows of parameters, got {list(logits.shape)} and {len(rows)} rows"
-        )
+    _check_shapes(logits, rows)
     if logits.device.type == "cpu":
         return _choose_compiled(logits, rows)
-    if find_spec("triton") is None:
-        ids, scores = choose_by_tensors(logits, rows)
-        return ids.cpu(), scores.cpu()
-    return choose_by_bounds(logits, rows)
+    return choose_by_tensors(logits, rows)
 
 
 def choose_by_bounds(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same as `choose`, on a GPU or in Triton's interpreter. The host waits for the device once, or twice if
-    the bounds of a row decide nothing.
+    """Return the same as `choose` on the CPU, of logits in float32 or less on a GPU, or in Triton's interpreter.
+
+    The host waits for the device once, or twice if the bounds of a row decide nothing: which rows these are is known
+    only then, so that `choose` has to compute the scores of all ids.
     """
     from engine.device_sampling import choose_on_device  # only GPUs have Triton
 
-    choice = choose_on_device(logits, _draws(rows), _PROBABILITY_UNIT)
+    # Triton launches kernels on the current device.
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        choice = choose_on_device(logits, _draws(rows), _PROBABILITY_UNIT)
     found = torch.stack([choice.ids, choice.scores.view(torch.int64), choice.certain.long()]).cpu()
     ids, scores = found[0], found[1].view(torch.float64)
     if unsure := (found[2] == 0).nonzero()[:, 0].tolist():
@@ -203,6 +203,13 @@ def _candidates(
     kept &= (top_p >= 1) | ~reached
     kept[:, 0] = True
     return torch.zeros_like(kept).scatter_(1, order, kept)
+
+
+def _check_shapes(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    if logits.dim() != 2 or len(rows) != len(logits):
+        raise SamplingError(
+            f"logits must be [B, V] with B rows of parameters, got {list(logits.shape)} and {len(rows)} rows"
+        )
 
 
 def _check(row: SamplingRow) -> None:
