@@ -1,4 +1,4 @@
-"""Choice of the next token on a GPU without float64, sorts or noise over the whole vocabulary.
+"""DeviceChoice of the next token on a GPU without float64, sorts or noise over the whole vocabulary.
 
 Scores are computed exactly for a few candidates. For the others, bounds show that they cannot be chosen; for a row in
 which they do not, the caller has to compute all scores (`sampling.choose_by_tensors`).
@@ -26,7 +26,7 @@ _WEIGHT_SLACK = 1e-9  # far above the errors of `exact_math.exp`
 
 
 @dataclass(frozen=True)
-class Choice:
+class DeviceChoice:
     """Choices of B rows, on their device. The id and the score of a row that is not certain are meaningless."""
 
     ids: torch.Tensor  # int64 [B]
@@ -34,7 +34,7 @@ class Choice:
     certain: torch.Tensor  # bool [B]
 
 
-def choose_on_device(logits: torch.Tensor, draws: npt.NDArray[np.void], unit: float) -> Choice:
+def choose_on_device(logits: torch.Tensor, draws: npt.NDArray[np.void], unit: float) -> DeviceChoice:
     """Return the choices of logits [B, V], float32 or smaller, by `draws` [B] of dtype `sampling_kernels.DRAW`.
 
     The host does not wait for the device. A row with NaN has the score NaN; of one with infinity, or with nothing else
@@ -54,22 +54,19 @@ def choose_on_device(logits: torch.Tensor, draws: npt.NDArray[np.void], unit: fl
             at = _on_device(rows, logits.device)
             chosen.append(choose(logits[at], placed[at], unit))
     back = _on_device(np.argsort(np.argsort(kinds, kind="stable")), logits.device)
-    ids, scores, certain = (torch.cat([getattr(each, name) for each in chosen])[back] for name in _FIELDS)
-    return Choice(ids, scores, certain)
+    parts = [torch.cat(part)[back] for part in zip(*((c.ids, c.scores, c.certain) for c in chosen), strict=True)]
+    return DeviceChoice(*parts)
 
 
-_FIELDS = ("ids", "scores", "certain")
-
-
-def _greedy(logits: torch.Tensor, draws: torch.Tensor, unit: float) -> Choice:
+def _greedy(logits: torch.Tensor, draws: torch.Tensor, unit: float) -> DeviceChoice:
     best = logits.amax(dim=1)
     vocab_size = logits.shape[1]
     numbers = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)
     ids = torch.where(logits == best[:, None], numbers, vocab_size - 1).amin(dim=1)
-    return Choice(ids.long(), best.double(), torch.ones_like(best, dtype=torch.bool))
+    return DeviceChoice(ids.long(), best.double(), torch.ones_like(best, dtype=torch.bool))
 
 
-def _drawn(logits: torch.Tensor, draws: torch.Tensor, unit: float) -> Choice:
+def _drawn(logits: torch.Tensor, draws: torch.Tensor, unit: float) -> DeviceChoice:
     """Choose among all ids."""
     rows, vocab_size = logits.shape
     bounds = torch.empty_like(logits)
@@ -81,10 +78,10 @@ def _drawn(logits: torch.Tensor, draws: torch.Tensor, unit: float) -> Choice:
     best, chosen = _best(scores, ids, vocab_size)
     # A row with NaN is certain: NaN is the largest bound.
     beaten = ~(bounds[:, -1].double() >= best)
-    return Choice(chosen, best, beaten | (bounds.shape[1] == vocab_size))
+    return DeviceChoice(chosen, best, beaten | (bounds.shape[1] == vocab_size))
 
 
-def _restricted(logits: torch.Tensor, draws: torch.Tensor, unit: float) -> Choice:
+def _restricted(logits: torch.Tensor, draws: torch.Tensor, unit: float) -> DeviceChoice:
     """Choose among the ids that min-p, top-k and top-p leave, as `sampling` defines them."""
     rows, vocab_size = logits.shape
     top_p, min_p = (draws[:, field].contiguous().view(torch.float64)[:, None] for field in (_TOP_P, _MIN_P))
@@ -112,7 +109,7 @@ def _restricted(logits: torch.Tensor, draws: torch.Tensor, unit: float) -> Choic
     kept_last = (kept & (likely == likely[:, -1:])).any(dim=1)
     last, least = weights[:, -1], min_p[:, 0]
     certain = ~kept_last & ((last >= least) | (last < least * (1 - _WEIGHT_SLACK)))
-    return Choice(chosen, best, certain | (likely.shape[1] == vocab_size))
+    return DeviceChoice(chosen, best, certain | (likely.shape[1] == vocab_size))
 
 
 def _scored(

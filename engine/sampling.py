@@ -50,7 +50,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.
 
     Raises `SamplingError` for invalid parameters and for NaN or infinite logits.
     """
-    ids, scores = choose(logits, rows)
+    ids, scores = queue_choice(logits, rows).read()
     if not bool(scores.isfinite().all()):
         raise damaged_logits()
     chosen: npt.NDArray[np.int64] = ids.numpy()
@@ -73,7 +73,7 @@ class QueuedChoice:
     rows: Sequence[SamplingRow] = ()
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what `choose` does. The host waits for the device once, or twice if some rows were not certain."""
+        """Return what `choose` does, on the CPU. The host waits once, or twice if some rows were not certain."""
         if self.certain is None or self.logits is None:
             return self.ids.cpu(), self.scores.cpu()
         found = torch.stack([self.ids, self.scores.view(torch.int64), self.certain.long()]).cpu()
@@ -85,31 +85,38 @@ class QueuedChoice:
 
 
 def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (one id per row, int64 [B]; its score, float64 [B]) of logits [B, V], on the CPU.
+    """Return (one id per row, int64 [B]; its score, float64 [B]) of logits [B, V], without waiting for a device.
 
     The id of a row whose score is not finite is meaningless. Raises `SamplingError` for invalid parameters.
     """
-    return queue_choice(logits, rows).read()
+    _check_shapes(logits, rows)
+    if logits.device.type == "cpu":
+        return _choose_compiled(logits, rows)
+    return choose_by_tensors(logits, rows)
 
 
 def queue_choice(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> QueuedChoice:
-    """Choose as `choose` does, without waiting for the device. Raises `SamplingError` for invalid parameters."""
-    if logits.dim() != 2 or len(rows) != len(logits):
-        raise SamplingError(
-            f"logits must be [B, V] with B rows of parameters, got {list(logits.shape)} and {len(rows)} rows"
-        )
-    if logits.device.type == "cpu":
-        return _choose_compiled(logits, rows)
-    if find_spec("triton") is None:
-        return QueuedChoice(*choose_by_tensors(logits, rows))
+    """Choose as `choose` does, on a GPU by bounds where Triton is installed; the host waits when it reads the choice.
+
+    Raises `SamplingError` for invalid parameters.
+    """
+    if logits.device.type == "cpu" or logits.dtype == torch.float64 or find_spec("triton") is None:
+        return QueuedChoice(*choose(logits, rows))
     return queue_by_bounds(logits, rows)
 
 
 def queue_by_bounds(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> QueuedChoice:
-    """Return the same as `queue_choice`, on a GPU or in Triton's interpreter."""
+    """Return the choice of logits in float32 or less, on a GPU or in Triton's interpreter.
+
+    Rows of which the bounds decide nothing are known only when the choice is read: then all of their scores are
+    computed.
+    """
     from engine.device_sampling import choose_on_device  # only GPUs have Triton
 
-    choice = choose_on_device(logits, _draws(rows), _PROBABILITY_UNIT)
+    _check_shapes(logits, rows)
+    # Triton launches kernels on the current device.
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        choice = choose_on_device(logits, _draws(rows), _PROBABILITY_UNIT)
     return QueuedChoice(choice.ids, choice.scores, choice.certain, logits, rows)
 
 
@@ -122,12 +129,12 @@ def choose_by_tensors(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tupl
     return ids.clamp(max=scores.shape[1] - 1), best
 
 
-def _choose_compiled(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> QueuedChoice:
+def _choose_compiled(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
     draws = _draws(rows)
     ids, scores = np.empty(len(rows), np.int64), np.empty(len(rows))
     values = logits if logits.dtype == torch.float64 else logits.float()
     choose_rows(values.contiguous().numpy(), draws, _PROBABILITY_UNIT, ids, scores)
-    return QueuedChoice(torch.from_numpy(ids), torch.from_numpy(scores))
+    return torch.from_numpy(ids), torch.from_numpy(scores)
 
 
 def _draws(rows: Sequence[SamplingRow]) -> npt.NDArray[np.void]:
@@ -227,6 +234,13 @@ def _candidates(
     kept &= (top_p >= 1) | ~reached
     kept[:, 0] = True
     return torch.zeros_like(kept).scatter_(1, order, kept)
+
+
+def _check_shapes(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    if logits.dim() != 2 or len(rows) != len(logits):
+        raise SamplingError(
+            f"logits must be [B, V] with B rows of parameters, got {list(logits.shape)} and {len(rows)} rows"
+        )
 
 
 def _check(row: SamplingRow) -> None:

@@ -20,6 +20,7 @@ TESTS = (
     "tests/engine/test_triton_linear.py",
     "tests/engine/test_triton_rows.py",
     "tests/engine/test_decode_graphs.py",
+    "tests/engine/test_device_sampling.py",
 )
 TIME_LIMIT_S = 600
 FAILED, NO_GPU = 1, 3

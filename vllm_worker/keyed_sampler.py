@@ -81,7 +81,7 @@ class KeyedSampler(LogitsProcessor):  # type: ignore[misc]  # vllm is not instal
             if not bool(steered[i].isfinite().any()):  # the grammar allows nothing but end tokens
                 free = LogitSteering(None, None, change.bias, change.penalties)
                 steered[i] = steer(logits[i : i + 1], [free])[0]
-        return choose(steered, [row.draw() for row in rows])[0].to(logits.device)
+        return choose(steered, [row.draw() for row in rows])[0]
 
 
 class _Row:

@@ -33,7 +33,7 @@ from engine import (
 )
 from engine.digest_cache import DigestCache
 from engine.rolling import RollingWindow, check_rolling, default_sinks
-from engine.sampling import choose, damaged_logits
+from engine.sampling import damaged_logits, queue_choice
 from kvpool import Provenance
 from messenger import Messenger
 from settings.worker import KvSettings
@@ -117,7 +117,7 @@ def _sampled(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> NDArr
 
     Raises SamplingError if all rows are damaged.
     """
-    ids, scores = choose(logits, [sampling_row(sequence) for sequence in sequences])
+    ids, scores = queue_choice(logits, [sampling_row(sequence) for sequence in sequences]).read()
     sound = scores.isfinite()
     if not bool(sound.any()):
         raise damaged_logits()

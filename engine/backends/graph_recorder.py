@@ -56,17 +56,20 @@ class CudaGraphRecorder:
         """
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            work()
-            # Graphs are replayed one after another and can share the memory between their kernels.
-            shared = next(iter(self._recorded), None)
-            pool = torch.cuda.graph_pool_handle() if shared is None else shared.graph.pool()
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                result = work()
-            finally:
-                graph.capture_end()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                work()
+                # Graphs are replayed one after another and can share the memory between their kernels. The memory
+                # belongs to the graphs that use it, and a handle that none uses any more is not valid.
+                shared = next(iter(self._recorded), None)
+                pool = torch.cuda.graph_pool_handle() if shared is None else shared.graph.pool()
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    result = work()
+                finally:
+                    graph.capture_end()
+        finally:
+            current.wait_stream(self._stream)
         recorded = _CudaGraph(graph, result)
         self._recorded.add(recorded)
         return recorded

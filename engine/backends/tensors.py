@@ -2,7 +2,6 @@
 operations on rows.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,17 +69,14 @@ class TensorBackend:
 
     def run(self, plan: FlatBatch, cache: PagedCache, on_layer: LayerHook, before_layer: LayerHook) -> torch.Tensor:
         """Write the KV of all rows and return logits, float32 [len(plan.logits_rows), vocab]."""
-        with self._on_device():
+        # Triton launches kernels on the current device.
+        with torch.cuda.device_of(self._weights.embedding):  # type: ignore[no-untyped-call]
             if self._graphs is not None and on_layer is None and before_layer is None:
                 x = self._graphs.run(plan, cache)
                 if x is not None:
                     return self._logits(x)
             layers = _Layers(plan.span, plan.only_kv, plan.layer_inputs, on_layer, before_layer)
             return self._logits(self._prepared(plan, cache, layers))
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Return a context in which Triton launches kernels on the model's device."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _prepared(self, plan: FlatBatch, cache: PagedCache, layers: _Layers) -> torch.Tensor:
         """Prepare and run a step; return the last layer's output in the rows whose logits are wanted, [rows, d]."""

@@ -159,7 +159,7 @@ def test_slack_moves_the_borders_of_top_k_and_top_p():
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), vocab=st.sampled_from([1, 2, 7, 300, 1025]), spread=st.sampled_from([0.1, 3.0, 60.0]))
 def test_compiled_and_tensor_forms_are_equal_bit_for_bit(data, vocab, spread):
-    """The tensor form is what runs on CUDA."""
+    """The tensor form is the reference of `engine.device_sampling`, and what runs on CUDA inside vLLM."""
     word = st.integers(0, 2**32 - 1)
     rows = [
         SamplingRow(
