@@ -6,7 +6,7 @@ depend on the values. Measured, each with what the hardware would allow:
     roofline      the rate of a large product, and of copies in the device's memory, which all shares refer to
     table         prefill, decode step, tokens/s and memory of PPL.LLM's batches, beside its figures on an H800
     kernels       of one decode step: time by kernel, and the bytes and FLOPs that its parts need at least
-    int8          a decode step with KV in int8 in groups of 64 and 8, and W8A8, against 16 bits
+    int8          a decode step with KV in int8 in groups of 64 and 8, W8A8, and W4A16 in groups of 64, against 16 bits
     reuse         TTFT of a prompt of 8,192 tokens of which 0, 50, 90 and 95 % are reused
     interference  steps of a decoding batch, alone and beside the chunks of a prompt of 32,768 tokens
     peers         transformers with the same shape and dtype in the same run; vLLM with dummy weights, if installed
@@ -25,7 +25,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
@@ -133,11 +134,29 @@ class RandomCheckpoint:
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         self._shapes, self._in_int8 = tensor_shapes(config), frozenset(int8_tensors(config))
+        self._packed = {
+            part.in_layer(layer) + "_shape": part.shape
+            for layer in range(config.num_layers)
+            for part in layer_parts(config, layer)
+            if part.packed is not None
+        }
         self._device, self._dtype = device, dtype
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return the tensor, on the device."""
+    @contextmanager
+    def reading(self, name: str) -> Iterator[torch.Tensor]:
+        """Context with the tensor, on the device."""
+        yield self._drawn(name)
+
+    def kind(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor of scales."""
+        return torch.float32
+
+    def _drawn(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
+        if name in self._packed:
+            return torch.tensor(self._packed[name])
+        if name.endswith("_packed"):
+            return torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, device=self._device)
         if name in self._in_int8:
             return torch.randint(-127, 128, shape, dtype=torch.int8, device=self._device)
         if name.endswith(SCALE_SUFFIX):
@@ -427,7 +446,12 @@ def measure(on: MeasuredDevice, shape: MeasuredShape, backends: Sequence[str]) -
     """Run all parts with each backend, then the peers."""
     plain = parse_config(shape.raw, {}, where="benchmark")
     int8 = {"quantization_config": quantization_config(INT8_WEIGHTS, INT8_ACTIVATIONS)}
-    w8a8 = parse_config(shape.raw | int8, {}, where="benchmark")
+    int4 = {
+        "quantization_config": quantization_config(
+            {**INT8_WEIGHTS, "num_bits": 4, "strategy": "group", "group_size": 64}
+        )
+    }
+    w8a8, w4a16 = (parse_config(shape.raw | kind, {}, where="benchmark") for kind in (int8, int4))
     largest = max(shape.rows, key=lambda row: row.batch * (row.prompt + row.answer) * (row.prompt > 8))
     batch, context = largest.batch, largest.prompt + largest.answer // 2
     found: dict[str, Any] = {}
@@ -444,7 +468,8 @@ def measure(on: MeasuredDevice, shape: MeasuredShape, backends: Sequence[str]) -
         part["interference"] = interference(on, engine, shape)
         exact_s, prefill_s = engine.decode_s(batch, context), engine.prefill_s(1, largest.prompt)
         del engine
-        others = {f"kv_int8_{group}": with_int8_kv(plain, group) for group in (64, 8)} | {"w8a8": w8a8}
+        others = {f"kv_int8_{group}": with_int8_kv(plain, group) for group in (64, 8)}
+        others |= {"w8a8": w8a8, "w4a16": w4a16}
         for name, config in others.items():
             gc.collect()
             print(f"{backend}: {name}", file=sys.stderr, flush=True)

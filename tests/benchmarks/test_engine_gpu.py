@@ -22,6 +22,7 @@ def test_the_whole_script_runs_on_a_cpu() -> None:
     assert list(part["reuse_ttft_ms"]) == ["0%", "50%", "90%", "95%"]
     assert part["interference"]["beside_p50_ms"] > part["interference"]["alone_p50_ms"] > 0
     assert {"decode_ratio", "prefill_ratio"} == set(part["kv_int8_64"]) == set(part["kv_int8_8"]) == set(part["w8a8"])
+    assert set(part["w4a16"]) == set(part["w8a8"])
     assert sum(kernel["share"] for kernel in part["kernels"]["kernels"]) <= 1
     assert part["kernels"]["attention_bytes"] == 4 * 80 * 2 * 2 * 2 * 64 * 4  # batch, context, layers, k|v, heads, ...
     assert [row["batch"] for row in result["transformers"]] == [1, 4]
