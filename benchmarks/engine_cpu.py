@@ -6,8 +6,8 @@ path (sdpa attention, inference mode, DynamicCache, `logits_to_keep=1`) and dire
 `generate`. Repetitions of both sides alternate, and ratios are of medians.
 
 `prefill_product_share` and `decode_b8_product_share` are the times that the products of the linear layers alone take by
-torch, with the same matrices and as many rows, as shares of the engine's whole time: what the best implementation could
-reach if nothing else took time. The last line of output is JSON. `--store` writes
+torch, with the same matrices and as many rows, as shares of the engine's whole time; above 1, the engine computes
+everything in less. The last line of output is JSON. `--store` writes
 benchmarks/results/engine-cpu-DATE.json.
 """
 
