@@ -1,4 +1,4 @@
-"""DeviceChoice of the next token on a GPU without float64, sorts or noise over the whole vocabulary.
+"""Choice of the next token on a GPU without float64, sorts or noise over the whole vocabulary.
 
 Scores are computed exactly for a few candidates. For the others, bounds show that they cannot be chosen; for a row in
 which they do not, the caller has to compute all scores (`sampling.choose_by_tensors`).

@@ -205,17 +205,22 @@ class ModelSteps:
             queued = self._queued
             if queued is None or not decoding:
                 return self._run(decoding, chunks, on_layer, before_layer)
-            self._queued = None
-            if not chunks and queued.step.goes_on(decoding) and len(queued.rows_of(decoding)) == len(decoding):
+            self._queued, rows = None, queued.rows_of(decoding)
+            if not rows:
+                return self._run(decoding, chunks, on_layer, before_layer)
+            if not chunks and queued.step.goes_on(decoding) and len(rows) == len(decoding):
                 self._last = queued.step
                 return self._read_behind(queued)
-            return self._with_queued(queued, decoding, chunks, on_layer, before_layer)
+            others = [s for i, s in enumerate(decoding) if i not in rows]
+            rest = iter(self._run(others, chunks, on_layer, before_layer) if others or chunks else ())
+            tokens = queued.read()
+            return [tokens[rows[i]] if i in rows else next(rest) for i in range(len(decoding))] + list(rest)
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
             self._model.release_unused_memory()
-            tokens = len(decoding) + sum(c.end - c.start for _, c in chunks)
-            raise OutOfMemory(f"there is not enough memory for a step of {tokens} tokens: {error}") from error
+            size = len(decoding) + sum(c.end - c.start for _, c in chunks)
+            raise OutOfMemory(f"there is not enough memory for a step of {size} tokens: {error}") from error
 
     def settle(self) -> None:
         if self._queued is not None and self._queued.ended is not None:
@@ -227,21 +232,6 @@ class ModelSteps:
         tokens = queued.read()
         self._queued = following.after(queued, tokens) if following is not None else None
         return tokens
-
-    def _with_queued(
-        self,
-        queued: QueuedStep,
-        decoding: Sequence[EngineSequence],
-        chunks: Sequence[tuple[EngineSequence, PrefillChunk]],
-        on_layer: OnLayer | None,
-        before_layer: OnLayer | None,
-    ) -> list[SampledToken | None]:
-        """Run what is not in the step that has been queued, and return the tokens of both."""
-        rows = queued.rows_of(decoding)
-        others = [s for i, s in enumerate(decoding) if i not in rows]
-        rest = iter(self._run(others, chunks, on_layer, before_layer) if others or chunks else ())
-        tokens = queued.read()
-        return [tokens[rows[i]] if i in rows else next(rest) for i in range(len(decoding))] + list(rest)
 
     def _run(
         self,
