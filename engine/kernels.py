@@ -32,7 +32,7 @@ LANES = 16
 _FLOAT = ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _CONTRACT_FLAG = ("contract",)
-_CHAINS = 8  # sums of products that do not wait for each other
+CHAINS = 8  # sums of products that do not wait for each other
 
 
 def _emit_prefetch(typing_context: Any, array: Any, index: Any) -> Any:
@@ -115,49 +115,63 @@ def _fused(builder: Any, total: Any, x: Any, y: Any) -> Any:
     return builder.fadd(total, builder.fmul(x, y, flags=_CONTRACT_FLAG), flags=_CONTRACT_FLAG)
 
 
-def _emit_mix(typing_context: Any, y: Any, count: Any, weights: Any, w: Any, values: Any, v: Any, rows: Any) -> Any:
+def _emit_mix(
+    typing_context: Any, sums: Any, count: Any, weights: Any, w: Any, values: Any, v: Any, rows: Any, place: Any
+) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         out = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         weight, value = (_address(context, builder, signature, arguments, at) for at in (2, 4))
-        vectors, begin = _vectors(builder, arguments[1]), ir.Constant(arguments[1].type, 0)
-        rows, one = arguments[6], ir.Constant(vectors.type, 1)
+        count, rows, place = arguments[1], arguments[6], arguments[7]
+        vectors, begin = _vectors(builder, count), ir.Constant(count.type, 0)
+
+        def number(of: int) -> Any:
+            return ir.Constant(count.type, of)
+
+        def spread_weight(row: Any) -> Any:
+            return _spread(builder, builder.load(builder.gep(weight, [row])))
+
+        def add_rows(columns: list[Any], apart: int, start: Any, stop: Any) -> None:
+            with cgutils.for_range_slice(builder, start, stop, number(1)) as (row, _):
+                to = builder.gep(out, [builder.mul(builder.srem(builder.add(place, row), number(apart)), count)])
+                here, spread = builder.gep(value, [builder.mul(row, count)]), spread_weight(row)
+                for column in columns:
+                    total = _fused(builder, _load(builder, to, column), spread, _load(builder, here, column))
+                    builder.store(total, _vector_at(builder, to, column), align=4)
+
         for together in (4, 2, 1):
-            apart = _CHAINS // together  # rows that are summed by themselves
-            whole = builder.mul(builder.sdiv(rows, ir.Constant(rows.type, apart)), ir.Constant(rows.type, apart))
-            units = builder.sdiv(builder.sub(vectors, begin), ir.Constant(vectors.type, together))
-            end = builder.add(begin, builder.mul(units, ir.Constant(vectors.type, together)))
+            apart = CHAINS // together  # sums of a column, which do not wait for each other
+            units = builder.sdiv(builder.sub(vectors, begin), number(together))
+            end = builder.add(begin, builder.mul(units, number(together)))
+            # Row r belongs to sum (place + r) % apart; those that come in whole turns are added in registers.
+            late = builder.srem(builder.sub(number(apart), builder.srem(place, number(apart))), number(apart))
+            first_whole = builder.select(builder.icmp_signed("<", late, rows), late, rows)
+            turns = builder.sdiv(builder.sub(rows, first_whole), number(apart))
+            end_whole = builder.add(first_whole, builder.mul(turns, number(apart)))
             with cgutils.for_range(builder, units) as unit:
-                first = builder.add(begin, builder.mul(unit.index, ir.Constant(vectors.type, together)))
-                columns = [builder.add(first, ir.Constant(first.type, n)) for n in range(together)]
-                sums = [[cgutils.alloca_once_value(builder, _load(builder, out, column)) for column in columns]]
-                sums += [
-                    [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [0.0] * LANES)) for _ in columns]
-                    for _ in range(apart - 1)
+                first = builder.add(begin, builder.mul(unit.index, number(together)))
+                columns = [builder.add(first, number(n)) for n in range(together)]
+                add_rows(columns, apart, number(0), first_whole)
+                places = [builder.gep(out, [builder.mul(number(n), count)]) for n in range(apart)]
+                totals = [
+                    [cgutils.alloca_once_value(builder, _load(builder, to, column)) for column in columns]
+                    for to in places
                 ]
-
-                def add(row: Any, totals: Any, columns: Any = columns) -> None:
-                    spread = _spread(builder, builder.load(builder.gep(weight, [row])))
-                    here = builder.gep(value, [builder.mul(row, arguments[1])])
-                    for column, total in zip(columns, totals, strict=True):
-                        there = _load(builder, here, column)
-                        builder.store(_fused(builder, builder.load(total), spread, there), total)
-
-                with cgutils.for_range_slice(
-                    builder, ir.Constant(rows.type, 0), whole, ir.Constant(rows.type, apart)
-                ) as (row, _):
-                    for n, totals in enumerate(sums):
-                        add(builder.add(row, ir.Constant(row.type, n)), totals)
-                with cgutils.for_range_slice(builder, whole, rows, one) as (row, _):
-                    add(row, sums[0])
-                for n, column in enumerate(columns):
-                    parts = [builder.load(totals[n]) for totals in sums]
-                    while len(parts) > 1:
-                        parts = [builder.fadd(parts[m], parts[m + 1]) for m in range(0, len(parts), 2)]
-                    builder.store(parts[0], _vector_at(builder, out, column), align=4)
+                with cgutils.for_range_slice(builder, first_whole, end_whole, number(apart)) as (turn, _):
+                    for n, sums_of_row in enumerate(totals):
+                        row = builder.add(turn, number(n))
+                        here, spread = builder.gep(value, [builder.mul(row, count)]), spread_weight(row)
+                        for column, total in zip(columns, sums_of_row, strict=True):
+                            there = _load(builder, here, column)
+                            builder.store(_fused(builder, builder.load(total), spread, there), total)
+                for to, sums_of_row in zip(places, totals, strict=True):
+                    for column, total in zip(columns, sums_of_row, strict=True):
+                        builder.store(builder.load(total), _vector_at(builder, to, column), align=4)
+                add_rows(columns, apart, end_whole, rows)
             begin = end
         return context.get_dummy_value()
 
-    return types.void(y, types.intp, weights, types.intp, values, types.intp, types.intp), generate
+    numbers = (types.intp, types.intp)
+    return types.void(sums, types.intp, weights, types.intp, values, *numbers, types.intp), generate
 
 
 def _emit_panel(rows: int, vectors: int) -> Callable[..., Any]:
@@ -287,9 +301,10 @@ dots_4x4, dots_2x8, dots_1x16, dots_1x8 = (
 out[o + r * out_row + t] = sum over k < count of q[i + r * q_row + k] * stored[m + t * count + k]; count must be a
 multiple of 16. Also overwrites what follows, up to t = K - 1. All forms give the same bits."""
 
-mix = cast("Callable[[Floats, int, Floats, int, Floats, int, int], None]", intrinsic(_emit_mix))
-"""mix(y, count, weights, w, values, v, n): for k < count, y[k] += sum over rows r < n of
-weights[w + r] * values[v + r * count + k]; count must be a multiple of 16."""
+mix = cast("Callable[[Floats, int, Floats, int, Floats, int, int, int], None]", intrinsic(_emit_mix))
+"""mix(sums, count, weights, w, values, v, n, place): for k < count, the sum over rows r < n of
+weights[w + r] * values[v + r * count + k] is added to sums[c * count + k], c < CHAINS, which together are the result:
+which row is added to which depends on place + r alone. count must be a multiple of 16."""
 
 _Panel = Callable[[Floats, int, int, Floats, int, int, Stored, int, int, int], None]
 panel_8x2, panel_8x1, panel_4x4, panel_4x1, panel_2x8, panel_2x1, panel_1x16, panel_1x8, panel_1x2, panel_1x1 = (
@@ -859,6 +874,7 @@ def attend_rows(
     shared, group, memory = heads // kv_heads, step.layer_groups[layer], step.memory
     window, block_tokens = step.windows[group], step.block_tokens
     layer_base, slot_size, run = step.read_bases[layer], step.read_sizes[group], step.block_tokens * head_dim
+    sums, scores = scores[: CHAINS * head_dim], scores[CHAINS * head_dim :]
     for r in range(rows.size):
         i = rows[r]
         position = int(step.positions[i])
@@ -883,14 +899,17 @@ def attend_rows(
         for h in range(heads):
             share, y = scores[h * row : h * row + seen], out[i, h * head_dim : (h + 1) * head_dim]
             norm = _soften_row(share, 0, seen, shape, sinks[h] if sinks.size else _NO_SINK)
-            y[:] = np.float32(0.0)
+            sums[:] = np.float32(0.0)
             for block in range(first_block, last_block + 1):
                 start = block * block_tokens
                 begin, end = max(first - start, 0), min(position + 1 - start, block_tokens)
                 values = layer_base + table[block] * slot_size + (2 * (h // shared) + 1) * run + begin * head_dim
-                _mix_values(share, start + begin - first, end - begin, memory, values, y)
+                _mix_values(share, start + begin - first, end - begin, memory, values, start + begin, sums)
             for d in range(head_dim):
-                y[d] *= norm
+                total = np.float32(0.0)
+                for c in range(CHAINS):
+                    total += sums[c * head_dim + d]
+                y[d] = total * norm
 
 
 @_kernel(_CONTRACT)
@@ -911,16 +930,21 @@ def _score_keys(q: Floats, keys: int, count: int, memory: Floats, scores: Floats
 
 
 @_kernel(_CONTRACT)
-def _mix_values(share: Floats, first: int, count: int, memory: Floats, values: int, y: Floats) -> None:
-    """Add `count` values, which begin at memory[values], times share[first:] to y."""
-    head_dim = y.size
+def _mix_values(
+    share: Floats, first: int, count: int, memory: Floats, values: int, position: int, sums: Floats
+) -> None:
+    """Add `count` values, which begin at memory[values] and are those of `position` and later, times share[first:].
+
+    `sums` [CHAINS * head_dim] are those of `mix`: the result depends on positions, not on how they lie in blocks.
+    """
+    head_dim = sums.size // CHAINS
     if head_dim % LANES == 0:
-        mix(y, head_dim, share, first, memory, values, count)
+        mix(sums, head_dim, share, first, memory, values, count, position)
         return
     for t in range(count):
         weight, value = share[first + t], memory[values + t * head_dim : values + (t + 1) * head_dim]
         for d in range(head_dim):
-            y[d] += weight * value[d]
+            sums[d] += weight * value[d]
 
 
 class TileBuffers(NamedTuple):

@@ -310,7 +310,9 @@ class CompiledBackend:
             mixed=buffer("mixed", c.q_size),
             gate_up=buffer("gate_up", 2 * f),
             gated=buffer("gated", f),
-            scores=self._buffer("scores", c.num_heads * (c.max_positions + kernels.LANES)),
+            scores=self._buffer(
+                "scores", kernels.CHAINS * c.head_dim + c.num_heads * (c.max_positions + kernels.LANES)
+            ),
             steps=self._buffer("steps", c.int8_linears * rows * max(c.hidden_size, c.q_size, f, size)),
             products=self._buffer("products", c.int8_linears * rows * max(c.hidden_size, qkv, 2 * f, 2 * size)),
             token_scales=self._buffer("token_scales", c.int8_linears * rows),

@@ -82,7 +82,7 @@ async def test_a_streamed_completion_is_the_one_that_is_not_streamed(client: ope
     )
     chunks = [chunk async for chunk in stream]
     texts = [choice.text for chunk in chunks for choice in chunk.choices]
-    assert len(texts) > 4
+    assert len(texts) > 1
     assert "".join(texts) == whole.choices[0].text
     assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == ["length"]
     assert chunks[-1].usage is not None

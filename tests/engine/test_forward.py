@@ -154,10 +154,11 @@ def test_on_layer_comes_in_order_when_the_layers_kv_is_there(backend, sizes, mod
     assert seen == list(range(model.config.num_layers))
 
 
-@pytest.mark.parametrize("block_tokens", [4, 16])
-def test_batch_invariant_logits_are_equal_bit_for_bit(models, runner, block_tokens):
-    model = models("qwen2-two-groups", backend=BATCH_INVARIANT)
-    whole = runner(model, [70, 30], block_tokens=block_tokens).step((0, 0, 70))[0]
+@pytest.mark.parametrize("block_tokens", [1, 6, 16])
+@pytest.mark.parametrize("name", ["qwen2-two-groups", "llama", "qwen3", "sinks"])
+def test_batch_invariant_logits_are_equal_bit_for_bit(name, block_tokens, models, runner):
+    model = models(name, backend=BATCH_INVARIANT)
+    whole = runner(model, [70, 30], block_tokens=4).step((0, 0, 70))[0]
     other = runner(model, [70, 30], block_tokens=block_tokens)
     other.step((0, 0, 23), (1, 0, 17))
     other.step((1, 17, 1), (0, 23, 46))
