@@ -53,6 +53,7 @@ async def live(cluster: Any, log: Path) -> dict[str, Any]:
                 again = await receipt(prompt(1))
                 if again["attempts"][-1]["kv"]["cached_own_tokens"]:
                     receipts["own memory"] = again
+        await cluster.validate()  # the pool has what the workers stored
         killed = {node: cluster.kill(node) for node in ("prefill-0", "prefill-1")}  # forget what they hold themselves
         for node, pid in killed.items():
             await cluster.wait_restarted(node, pid)
