@@ -255,9 +255,7 @@ def _emit_widen(typing_context: Any, y: Any, k: Any, bytes_: Any, b: Any, count:
         target, source = (_address(context, builder, signature, arguments, at) for at in (0, 2))
         spread = _spread(builder, arguments[5])
         with cgutils.for_range(builder, _vectors(builder, arguments[4])) as loop:
-            here = builder.gep(source, [builder.mul(loop.index, ir.Constant(loop.index.type, LANES))])
-            steps = builder.load(builder.bitcast(here, ir.VectorType(ir.IntType(8), LANES).as_pointer()), align=1)
-            values = builder.sitofp(builder.sext(steps, ir.VectorType(ir.IntType(32), LANES)), _VECTOR)
+            values = _widened(builder, types.int8, source, loop.index)
             builder.store(builder.fmul(values, spread), _vector_at(builder, target, loop.index), align=4)
         return context.get_dummy_value()
 
@@ -1143,13 +1141,9 @@ def begin_layer(layer: int, shape: DecoderDims, weights: KernelWeights, step: St
 @_kernel(_CONTRACT)
 def finish_layer(layer: int, shape: DecoderDims, weights: KernelWeights, step: StepArrays, work: WorkBuffers) -> None:
     """Add to work.x [N, d] what the layer makes of its attention, work.mixed, and then its MLP or experts."""
-    x, hidden, width = work.x, work.hidden, work.x.shape[1]
+    x, hidden = work.x, work.hidden
     post_norm, scale, bias = weights.attention_post_norm[layer], weights.out_scale[layer], weights.out_bias[layer]
-    if post_norm.size:
-        project(work.mixed, weights.out[layer], scale, bias, hidden, False, width, work)
-        add_normed(hidden, post_norm, shape.eps, x)
-    else:
-        project(work.mixed, weights.out[layer], scale, bias, x, True, width, work)
+    _add_linear(work.mixed, weights.out[layer], scale, bias, post_norm, shape.eps, work)
     rms_norm(x, weights.mlp_norm[layer], shape.eps, hidden)
     place = step.mlp_places[layer]
     if step.layer_sparse[layer]:
@@ -1160,11 +1154,20 @@ def finish_layer(layer: int, shape: DecoderDims, weights: KernelWeights, step: S
     project(hidden, weights.gate_up[place], scale, bias, work.gate_up, False, gates, work)
     gate(work.gate_up, shape.gelu, work.gated)
     post_norm, scale, bias = weights.mlp_post_norm[layer], weights.down_scale[place], weights.down_bias[place]
+    _add_linear(work.gated, weights.down[place], scale, bias, post_norm, shape.eps, work)
+
+
+@_kernel(_CONTRACT)
+def _add_linear(
+    a: Floats, weight: Stored, scale: Floats, bias: Floats, post_norm: Floats, eps: np.float32, work: WorkBuffers
+) -> None:
+    """Add a linear layer's output to work.x, normalised if `post_norm` [d | 0] is not empty; overwrites work.hidden."""
+    width = work.x.shape[1]
     if post_norm.size:
-        project(work.gated, weights.down[place], scale, bias, hidden, False, width, work)
-        add_normed(hidden, post_norm, shape.eps, x)
+        project(a, weight, scale, bias, work.hidden, False, width, work)
+        add_normed(work.hidden, post_norm, eps, work.x)
     else:
-        project(work.gated, weights.down[place], scale, bias, x, True, width, work)
+        project(a, weight, scale, bias, work.x, True, width, work)
 
 
 @_kernel(_CONTRACT)

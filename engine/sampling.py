@@ -68,17 +68,38 @@ class QueuedChoice:
 
     ids: torch.Tensor  # int64 [B], on the device; meaningless for rows that are not certain
     scores: torch.Tensor  # float64 [B], on the device
-    certain: torch.Tensor | None = None  # bool [B], on the device; None: all rows are
+    host: torch.Tensor | None = None  # int64 [3, B]: ids, bits of scores, certainty; None: all rows are certain
+    copied: torch.cuda.Event | None = None  # after which `host` is there; None: it is
     logits: torch.Tensor | None = None  # [B, V], of rows that may not be certain, and their parameters
     rows: Sequence[SamplingRow] = ()
 
+    @classmethod
+    def of(
+        cls,
+        ids: torch.Tensor,
+        scores: torch.Tensor,
+        certain: torch.Tensor,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+    ) -> "QueuedChoice":
+        """Queue the copy to the host now, so that reading does not wait for what is queued later."""
+        found = torch.stack([ids, scores.view(torch.int64), certain.long()])
+        if not found.is_cuda:
+            return cls(ids, scores, found, None, logits, rows)
+        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        host.copy_(found, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(found.device))
+        return cls(ids, scores, host, copied, logits, rows)
+
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what `choose` does, on the CPU. The host waits once, or twice if some rows were not certain."""
-        if self.certain is None or self.logits is None:
-            return self.ids.cpu(), self.scores.cpu()
-        found = torch.stack([self.ids, self.scores.view(torch.int64), self.certain.long()]).cpu()
-        ids, scores = found[0], found[1].view(torch.float64)
-        if unsure := (found[2] == 0).nonzero()[:, 0].tolist():
+        if self.host is None or self.logits is None:
+            return self.ids, self.scores
+        if self.copied is not None:
+            self.copied.synchronize()
+        ids, scores = self.host[0].clone(), self.host[1].clone().view(torch.float64)
+        if unsure := (self.host[2] == 0).nonzero()[:, 0].tolist():
             chosen, best = choose_by_tensors(self.logits[unsure], [self.rows[i] for i in unsure])
             ids[unsure], scores[unsure] = chosen.cpu(), best.cpu()
         return ids, scores
@@ -100,8 +121,11 @@ def queue_choice(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> QueuedCho
 
     Raises `SamplingError` for invalid parameters.
     """
-    if logits.device.type == "cpu" or logits.dtype == torch.float64 or find_spec("triton") is None:
+    if logits.device.type == "cpu":
         return QueuedChoice(*choose(logits, rows))
+    if logits.dtype == torch.float64 or find_spec("triton") is None:
+        ids, scores = choose(logits, rows)
+        return QueuedChoice.of(ids, scores, torch.ones_like(ids, dtype=torch.bool), logits, rows)
     return queue_by_bounds(logits, rows)
 
 
@@ -117,7 +141,7 @@ def queue_by_bounds(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Queued
     # Triton launches kernels on the current device.
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         choice = choose_on_device(logits, _draws(rows), _PROBABILITY_UNIT)
-    return QueuedChoice(choice.ids, choice.scores, choice.certain, logits, rows)
+    return QueuedChoice.of(choice.ids, choice.scores, choice.certain, logits, rows)
 
 
 def choose_by_tensors(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,7 +63,6 @@ class QueuedStep:
 
     step: DecodeStep
     choice: QueuedChoice
-    ended: torch.cuda.Event | None  # after the step; None on CPUs, where it has ended
     void: frozenset[int] = frozenset()  # rows that were computed from a wrong token
 
     def rows_of(self, decoding: Sequence[EngineSequence]) -> dict[int, int]:
@@ -90,9 +89,9 @@ class QueuedStep:
 
         An id that the device was not certain of may be another one after all; what was computed from it is void.
         """
-        if before.choice.certain is None:
+        if before.choice.host is None:
             return self
-        fed = before.choice.ids.tolist()
+        fed = before.choice.host[0].tolist()
         wrong = [row for row, token in enumerate(tokens) if token is None or token.token != fed[row]]
         return replace(self, void=frozenset(wrong)) if wrong else self
 
@@ -106,12 +105,7 @@ class DecodeAhead:
 
     def choose(self, step: DecodeStep, logits: torch.Tensor, ahead: int = 0) -> QueuedStep:
         """Choose the tokens of a step that has been queued, from its logits; `ahead` tokens have not been read."""
-        choice = queue_choice(logits, [sampling_row(s, ahead) for s in step.sequences])
-        ended = None
-        if choice.ids.device.type == "cuda":
-            ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ended.record()
-        return QueuedStep(step, choice, ended)
+        return QueuedStep(step, queue_choice(logits, [sampling_row(s, ahead) for s in step.sequences]))
 
     def queue_after(self, queued: QueuedStep) -> QueuedStep | None:
         """Queue the step after one whose tokens have not been read; None if it cannot be queued before they are."""

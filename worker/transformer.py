@@ -223,8 +223,8 @@ class ModelSteps:
             raise OutOfMemory(f"there is not enough memory for a step of {size} tokens: {error}") from error
 
     def settle(self) -> None:
-        if self._queued is not None and self._queued.ended is not None:
-            self._queued.ended.synchronize()
+        if self._queued is not None and self._queued.choice.copied is not None:  # which is the step's last work
+            self._queued.choice.copied.synchronize()
 
     def _read_behind(self, queued: QueuedStep) -> list[SampledToken | None]:
         """Queue the step after one that has been queued; return the tokens of that one."""

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from engine.backends.device_arrays import StaticArrays
+from engine.backends.device_arrays import StaticArrays, row_arrays
 from engine.backends.graph_recorder import GraphRecorder, RecordedGraph
 from engine.backends.interface import RecordableAttention, RowPlaces, StepAttention
 from engine.batch import FlatBatch, IntArray
@@ -77,14 +77,9 @@ class DecodeGraphs:
             return None
         attention = self._attention.plan(plan, cache, padded)
         cos, sin, angles = self._rope.rows(plan.rotations, plan.rotations != plan.positions)
-        blocks, offsets = np.divmod(plan.positions, cache.block_tokens)
-        arrays = {
-            "angles": _padded(angles, padded),
-            "tokens": _padded(plan.token_ids, padded),
-            "offsets": _padded(offsets, padded),
-            "slots": _padded(plan.tables[plan.table_begin[:, plan.row_chunk] + blocks], padded, -1),
-            **attention.arrays,
-        }
+        of_rows = row_arrays(plan, angles, cache.block_tokens)
+        arrays = {name: _padded(array, padded, -1 if name == "slots" else 0) for name, array in of_rows.items()}
+        arrays |= attention.arrays
         arrays["tables"] = arrays.pop("tables")  # to the end
         self._integers = self._integers or StaticArrays(_MOST_INTEGERS, self._device)
         if not self._integers.write(arrays):

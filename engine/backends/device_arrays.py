@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.batch import FlatBatch, IntArray
+
 _ALIGNED = 16  # integers: kernels read more at a time from addresses of multiples of 16 bytes
 
 Arrays = Mapping[str, npt.NDArray[np.int32]]
@@ -18,6 +20,13 @@ def on_device(arrays: Arrays, device: torch.device) -> dict[str, torch.Tensor]:
         flat = flat.pin_memory().to(device, non_blocking=True)
     parts = torch.split(flat, [array.size for array in arrays.values()])
     return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}
+
+
+def row_arrays(plan: FlatBatch, angles: IntArray, block_tokens: int) -> dict[str, IntArray]:
+    """Return tokens, rotations and places in the cache of a step's rows: slots [KV groups, N], the others [N]."""
+    blocks, offsets = np.divmod(plan.positions, block_tokens)
+    slots = plan.tables[plan.table_begin[:, plan.row_chunk] + blocks]
+    return {"angles": angles, "tokens": plan.token_ids, "offsets": offsets, "slots": slots}
 
 
 class StaticArrays:

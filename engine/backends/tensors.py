@@ -4,11 +4,10 @@ operations on rows.
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from engine.backends.decode_graphs import DecodeGraphs, DecodeInputs
-from engine.backends.device_arrays import on_device
+from engine.backends.device_arrays import on_device, row_arrays
 from engine.backends.graph_recorder import GraphRecorder
 from engine.backends.interface import (
     Linears,
@@ -81,17 +80,8 @@ class TensorBackend:
     def _prepared(self, plan: FlatBatch, cache: PagedCache, layers: _Layers) -> torch.Tensor:
         """Prepare and run a step; return the last layer's output in the rows whose logits are wanted, [rows, d]."""
         cos, sin, angles = self._rope.rows(plan.rotations, plan.rotations != plan.positions)
-        blocks, offsets = np.divmod(plan.positions, cache.block_tokens)
-        index = on_device(
-            {
-                "angles": angles,
-                "tokens": plan.token_ids,
-                "logits": plan.logits_rows,
-                "offsets": offsets,
-                "slots": plan.tables[plan.table_begin[:, plan.row_chunk] + blocks],  # [G, N]
-            },
-            self._device,
-        )
+        arrays = row_arrays(plan, angles, cache.block_tokens)
+        index = on_device({**arrays, "logits": plan.logits_rows}, self._device)
         at = index["angles"]
         places = RowPlaces(cos.index_select(1, at), sin.index_select(1, at), index["slots"], index["offsets"])
         attention = self._attention.begin(plan, cache)

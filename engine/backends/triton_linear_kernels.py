@@ -13,7 +13,7 @@ import triton.language as tl
 FLOATS, INT8, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Forms of matrices: floats, `engine.int8_linear` and `engine.packed_weights`."""
 LARGEST = tl.constexpr(127.0)
-_TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it to a small float32 rounds to integers, half to even
+TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it to a small float32 rounds to integers, half to even
 _TANH_SLOPE = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 
 
@@ -34,7 +34,7 @@ def _store_quantised(values, steps, scales, row, column, is_column, INPUTS: tl.c
     scale = tl.where(broken > 0, float("nan"), scale)
     # A scale of 0 represents values that underflow; with one that is not finite, no integer matters.
     unit = tl.where((scale > 0) & (scale < float("inf")), scale, 1.0)
-    whole = (tl.div_rn(values, tl.zeros_like(values) + unit) + _TO_WHOLE) - _TO_WHOLE
+    whole = (tl.div_rn(values, tl.zeros_like(values) + unit) + TO_WHOLE) - TO_WHOLE
     whole = tl.minimum(tl.maximum(whole, -LARGEST), LARGEST)
     whole = tl.where(whole == whole, whole, 0.0)
     tl.store(steps + row * INPUTS + column, whole.to(tl.int8), mask=is_column)

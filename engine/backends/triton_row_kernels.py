@@ -8,8 +8,7 @@ the kernels run on CPU tensors.
 import triton
 import triton.language as tl
 
-_LARGEST = tl.constexpr(127.0)
-_TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it to a small float32 rounds to integers, half to even
+from engine.backends.triton_linear_kernels import LARGEST, TO_WHOLE
 
 
 @triton.jit
@@ -49,12 +48,12 @@ def add_and_norm(  # type: ignore[no-untyped-def]
 @triton.jit
 def _store_int8_row(values, target, column, is_column, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store a row, float32 [UNITS, values], as `engine.int8_rows.encode_rows` does; what is masked must be 0."""
-    scale = tl.div_rn(tl.max(tl.abs(values), 1), tl.zeros([UNITS], tl.float32) + _LARGEST)
+    scale = tl.div_rn(tl.max(tl.abs(values), 1), tl.zeros([UNITS], tl.float32) + LARGEST)
     broken = tl.max((values != values).to(tl.int32), 1)  # maxima do not propagate NaN
     scale = tl.where(broken > 0, float("nan"), scale).to(tl.float16)
     unit = tl.where(scale == 0, 1.0, scale.to(tl.float32))
-    whole = (tl.div_rn(values, tl.zeros_like(values) + unit[:, None]) + _TO_WHOLE) - _TO_WHOLE
-    whole = tl.where(scale[:, None] == 0, 0.0, tl.minimum(tl.maximum(whole, -_LARGEST), _LARGEST))
+    whole = (tl.div_rn(values, tl.zeros_like(values) + unit[:, None]) + TO_WHOLE) - TO_WHOLE
+    whole = tl.where(scale[:, None] == 0, 0.0, tl.minimum(tl.maximum(whole, -LARGEST), LARGEST))
     is_number = (values == values) & (unit == unit)[:, None] & (tl.abs(values) < float("inf"))
     whole = tl.where(is_number, whole, 0.0)
     tl.store((target + column).to(tl.pointer_type(tl.int8)), whole.to(tl.int8), mask=is_column)

@@ -110,3 +110,13 @@ def test_few_candidates_give_the_same(monkeypatch):
         for top_p, top_k, min_p in ((1.0, 0, 0.0), (0.5, 0, 0.0), (1.0, 3, 0.0), (1.0, 0, 0.3), (0.9, 4, 0.1))
     ]
     assert_equal(torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(1)).round(decimals=1) * 2, rows)
+
+
+def test_a_choice_is_read_as_it_was_queued() -> None:
+    """Its copy for the host is queued with it, not after what is queued until it is read."""
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    rows = [SamplingRow(temperature, 1.0, 0, 5, 0, 0) for temperature in (0.0, 1.0, 0.5)]
+    want, _ = choose_by_tensors(logits, rows)
+    choice = queue_by_bounds(logits, rows)
+    choice.ids.fill_(-1), choice.scores.fill_(0.0)
+    assert torch.equal(choice.read()[0], want.cpu())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine import FlatBatch, Model, PagedCache, load_model
+from engine import FlatBatch, Model, PagedCache, SamplingRow, load_model
+from engine.sampling import QueuedChoice
 from moonpool_proto.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, Submit
+from worker import decode_ahead
 from worker.policy import PrefillChunk
 from worker.request import EngineSequence, Request
 from worker.transformer import ModelSteps
@@ -110,6 +112,24 @@ def test_the_tokens_are_those_of_steps_in_turn(runs: Callable[[bool], Run]) -> N
     assert ours == [s.tokens[: s.num_tokens].tolist() for s in talk(in_turn)]
     assert in_turn.queued == 0
     assert ahead.queued >= 20
+
+
+def test_what_follows_from_an_id_that_was_not_certain_is_computed_again(
+    runs: Callable[[bool], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = decode_ahead.queue_choice
+
+    def unsure_of_the_first(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> QueuedChoice:
+        found = real(logits, rows)
+        ids, certain = found.ids.clone(), torch.ones(len(rows), dtype=torch.bool)
+        ids[0], certain[0] = (ids[0] + 1) % 256, False
+        return QueuedChoice.of(ids, found.scores, certain, logits, rows)
+
+    monkeypatch.setattr(decode_ahead, "queue_choice", unsure_of_the_first)
+    ahead, in_turn = runs(True), runs(False)
+    ours = [s.tokens[: s.num_tokens].tolist() for s in talk(ahead)]
+    assert ours == [s.tokens[: s.num_tokens].tolist() for s in talk(in_turn)]
+    assert ahead.queued >= 8
 
 
 def test_no_row_that_is_still_wanted_is_computed_twice(runs: Callable[[bool], Run]) -> None:
