@@ -76,6 +76,7 @@ class Frontend:
 
     def __init__(self) -> None:
         self.requests: dict[tuple[str, int], Request] = {}
+        self._forgotten: set[tuple[str, int]] = set()
         self.calls: dict[str, Any] = {}
         self._writing = asyncio.Lock()
         self._readers: list[asyncio.Task[None]] = []
@@ -98,13 +99,22 @@ class Frontend:
                 for token in message.tokens:
                     self._take(token)
                 for failure in message.failures:
+                    if (failure.request_id, failure.attempt) in self._forgotten:
+                        continue
                     request = self.requests[failure.request_id, failure.attempt]
                     request.failures.append(failure)
                     request.ended.set()
         except (grpc.aio.AioRpcError, asyncio.CancelledError):
             pass
 
+    def forget(self, name: str, attempt: int) -> None:
+        """Drop what is known of a request, and what may still come of it."""
+        del self.requests[name, attempt]
+        self._forgotten.add((name, attempt))
+
     def _take(self, token: Token) -> None:
+        if (token.request_id, token.attempt) in self._forgotten:
+            return
         request = self.requests[token.request_id, token.attempt]
         assert token.index not in request.tokens
         request.tokens[token.index] = token.token_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -102,12 +103,12 @@ class Clients:
                     for node in ("prefill", "decode"):
                         await self._pair.frontend.cancel(node, name, attempt)
                     self.seen["cancelled"] += 1
-                    request.tokens.clear(), request.messages.clear()
+                    self._pair.frontend.forget(name, attempt)
                     return
             await request.ended.wait()
             tokens += [request.tokens[i] for i in sorted(request.tokens)]
             finish = request.messages[max(request.messages)].finish if request.messages else 0
-            request.tokens.clear(), request.messages.clear()  # the frontend of these tests keeps every request
+            self._pair.frontend.forget(name, attempt)
             if not request.failures:
                 self._check(prompt, tokens, asked, finish)
                 return
@@ -157,7 +158,10 @@ async def pair(start_pair: Callable[..., Any], tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("seconds", [6.0, pytest.param(1800.0, marks=[pytest.mark.nightly, pytest.mark.timeout(2400)])])
-async def test_every_option_under_preemption_cancellation_and_lack_of_memory(pair: Pair, seconds: float) -> None:
+async def test_every_option_under_preemption_cancellation_and_lack_of_memory(
+    pair: Pair, seconds: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "worker.jobs")  # records of thousands of preemptions would be kept
     reference = load_model(pair.decode.node.config.model.path, threads=1)
     clients = Clients(pair, reference, seed=7)
     process, began_s = psutil.Process(), time.monotonic()
