@@ -39,6 +39,7 @@ from kvpool.errors import SsdClosed, SsdFolderError, SsdFull, SsdIoError
 from kvpool.policy import LoadOutcome, PoolCore, SsdBlock, TierLoad, TierWrite
 from kvpool.policy.records import block_key
 from kvpool.ssd import SsdConfig, SsdEntry, SsdStore, extent_nbytes
+from kvpool.ssd.disk import sync_folder
 from kvpool.ssd.folder import check_folder
 from kvpool.ssd_compression import SsdCompression
 from kvpool.verified_io import LoadResults, WriteResults, measure_read, read_blocks, write_blocks
@@ -572,6 +573,7 @@ def _open(folder: Path, config: PoolNodeConfig) -> SsdStore:
         if not folder.exists():
             check_folder(folder.parent)  # first, so that no folder is left where it cannot be used
             folder.mkdir(exist_ok=True, mode=0o700)
+            sync_folder(folder.parent)  # otherwise the whole tier could be gone after a loss of power
         check_private(folder.lstat(), folder)
     except UnsafePath as error:
         raise SsdFolderError(f"the node's folder for the SSD tier cannot be used: {error}") from error

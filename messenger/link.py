@@ -10,6 +10,7 @@ Lifetime: `cut` only shuts the socket down; its descriptor stays valid until `cl
 uses the link. `_poll_lock` keeps `peer_is_gone` from polling a descriptor number that `close` has freed.
 """
 
+import contextlib
 import select
 import socket
 import struct
@@ -106,6 +107,7 @@ _BUFFER_NBYTES = 16 << 10
 _SCRATCH_NBYTES = 64 << 10
 _GREETING_NBYTES = 64 << 10
 DEAD_AFTER_S = 30
+_CUT_S = 1e-3  # of each call on a socket that was cut before it was connected
 _ROW = struct.Struct("@qq")
 _LENGTH, _LENGTH_AT = struct.Struct("<I"), PREFIX.size - 4
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -135,12 +137,14 @@ class BufferedLink(Link):
         self._start = 0
         self._end = 0
         self._until_s: float | None = None
+        self._is_cut = False
         self._begun: tuple[Frame, Sequence[memoryview]] | None = None
 
     def set_timeout(self, timeout_s: float | None) -> None:
         """Limit the time of the handshake. Calls that move payloads block without limit, and `cut` ends them."""
         self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        self._sock.settimeout(timeout_s)
+        if not self._is_cut:
+            self._sock.settimeout(timeout_s)
 
     def connect(self, connect: Callable[[socket.socket], None]) -> None:
         """Connect the socket within the time limit."""
@@ -246,10 +250,12 @@ class BufferedLink(Link):
 
     def cut(self) -> None:
         """End the link: blocking calls of all threads return with an error. The descriptor stays open until `close`."""
+        self._is_cut = True
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+        except OSError:  # it may not have begun to connect, which would then take its whole time limit
+            with contextlib.suppress(OSError):
+                self._sock.settimeout(_CUT_S)
 
     def close(self, *, reset: bool = False) -> None:
         """Close the socket, once no thread uses it; `reset` also discards bytes that the kernel has not sent."""
@@ -288,7 +294,7 @@ class BufferedLink(Link):
             self._buffer[:unread] = bytes(self._buffer[self._start : self._end])
             self._start, self._end = 0, unread
         while self._end < nbytes:
-            if self._until_s is not None:
+            if self._until_s is not None and not self._is_cut:
                 self._sock.settimeout(self._left_s(self._until_s))
             received = self._receive_some(self._buffer[self._end : most_nbytes])
             if not received:

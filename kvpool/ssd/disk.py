@@ -26,6 +26,15 @@ from kvpool.ssd.kernels import EXTENT_RESULT, IOVEC, PIECE, PIECE_NBYTES, kernel
 from kvpool.ssd.records import PAGE_NBYTES, Run
 
 
+def sync_folder(path: Path) -> None:
+    """Make a folder's entries durable (fsync(2)). Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 @dataclass(frozen=True)
 class BatchResult:
     """Results of a batch.
@@ -214,11 +223,7 @@ class Disk:
 
     def sync_dir(self, path: Path) -> None:
         """Make the folder's entries durable, after files were created, renamed or removed."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_folder(path)
 
     def start(self, threads: IoThreads, batch: IoBatch, fds: NDArray[np.int32], *, write: bool) -> InFlightBatch:
         """Start the transfer of extents between memory and the files `fds`, which together form the space."""

@@ -74,6 +74,9 @@ class GroupCommit:
         self.pending_frees = ExtentMap(config.nbytes)  # freed, but not yet in the journal
         self.accepts_writes = True
         self.num_compactions = 0
+        self.num_failed_syncs = 0
+        # By segment, if a sync of it has failed: the number of the last one, and its error
+        self._last_failures: dict[int, tuple[int, SsdIoError]] = {}
         self._disk, self._config, self._header, self._segments = disk, config, header, segments
         self._journal = JournalWriter(disk, config, header, self.extents)
         self._journal.install()
@@ -124,7 +127,11 @@ class GroupCommit:
             self._rewrite()
 
     def _sync_data(self, commits: Sequence[CommitRequest]) -> None:
-        """Sync each touched segment once; fail the blocks that touch a segment whose sync fails."""
+        """Sync each touched segment once; fail the blocks that touch a segment whose sync fails.
+
+        A failed sync may have discarded the bytes of other threads, too, whose own sync would succeed (fsync(2)): all
+        blocks that were begun before it fail.
+        """
         size = self._segments.segment_nbytes
         touched: set[int] = set()
         for commit in commits:
@@ -137,11 +144,16 @@ class GroupCommit:
             try:
                 self._segments.sync(index)
             except OSError as error:
+                self.num_failed_syncs += 1
                 failure = io_error(f"segment {index} could not be made durable", error.errno or 0)
+                self._last_failures[index] = self.num_failed_syncs, failure
+            number, cause = self._last_failures.get(index, (0, None))
+            if cause is not None:
                 for commit in commits:
                     for extent in commit.extents:
-                        if index in self._segments.touched(extent.start, extent.end):
-                            commit.failed[extent] = failure
+                        began_before = extent.began_after < number
+                        if began_before and index in self._segments.touched(extent.start, extent.end):
+                            commit.failed[extent] = cause
 
     def _write_down(
         self, freed: Sequence[SsdExtent], sealed: Sequence[SsdExtent], groups: Sequence[bytes]

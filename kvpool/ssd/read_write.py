@@ -239,7 +239,7 @@ class SsdWriter:
                 elif not extents.is_clear(start, end):
                     results[i] = SsdRefused(f"a block at {start}..{end} overlaps another one: free that first")
                 else:
-                    extent = SsdExtent(entry, start, end)
+                    extent = SsdExtent(entry, start, end, began_after=self._commits.num_failed_syncs)
                     extents.add(extent)
                     taken.append(extent)
                     chunk.indices.append(i)

@@ -129,13 +129,17 @@ class ExtentState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class SsdExtent:
-    """A block and its extent `start`..`end`. `checksum` is set once the bytes are written."""
+    """A block and its extent `start`..`end`. `checksum` is set once the bytes are written.
+
+    `began_after` is the number of syncs that had failed before its bytes were written.
+    """
 
     entry: SsdEntry
     start: int
     end: int
     checksum: int = 0
     state: ExtentState = ExtentState.WRITING
+    began_after: int = 0
 
 
 class ExtentMap:

@@ -119,7 +119,8 @@ class SsdStore:
         """Write blocks. Returns None for each that is durable and in the journal, otherwise its error.
 
         Errors: SsdRefused (overlap with a block that is stored or being written, outside of the space, invalid
-        sources), SsdFull, SsdIoError, SsdClosed. A block with an error cannot be read, even after a restart.
+        sources), SsdFull, SsdIoError, SsdClosed. A block with an error cannot be read; after a restart
+        only if the journal could neither be appended to nor be written anew, and then only with the right bytes.
         """
         return self._counted(self._writes, writes, self._writer.write)
 

@@ -140,7 +140,7 @@ class TlsLink(BufferedLink):
 
     def _await_ciphertext(self) -> memoryview:
         """Receive some bytes from the socket; returns none when the other side closed."""
-        if self._until_s is not None:
+        if self._until_s is not None and not self._is_cut:
             self._sock.settimeout(self._left_s(self._until_s))
         return self._arrived[: self._sock.recv_into(self._arrived)]
 

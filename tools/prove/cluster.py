@@ -1,0 +1,286 @@
+"""A cluster of production roles in the simulated world, and the clients' requests. Loaded after `imports.install`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conductor.server import ConductorConfig, serve_conductor
+from frontend.api.request_models import CompletionBody
+from frontend.callers import ApiCaller
+from frontend.config import FrontendConfig, ServedModelConfig
+from frontend.errors import ApiError
+from frontend.grammars import GrammarChecker
+from frontend.prepare import RequestContext
+from frontend.request import GenerationRequest
+from frontend.service import Service
+from frontend.tokenizer import Tokenizer
+from kvpool import node_metrics
+from kvpool.config import PoolNodeConfig
+from kvpool.node import PoolNode
+from kvpool.server import serve_pool_node
+from messenger import MessengerConfig
+from moonpool.role_process.worker import serve_worker
+from settings.keys import assemble
+from settings.node import NodeSettings
+from settings.worker import BUNDLED_MODEL, BlockSettings
+from tools.prove.world.clock import time
+from tools.prove.world.network import SimNetwork
+from tools.prove.world.process import Process
+from tools.prove.world.scheduler import World, world
+from worker.config import WorkerConfig
+from worker.grammar_matching import GrammarCompiler
+from worker.node import WorkerNode
+
+log = logging.getLogger(__name__)
+
+MODEL = "hash"
+BLOCK_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class SimShape:
+    """Number of processes of each role, and the sizes of caches. Host i has a pool node and one worker of each role."""
+
+    conductors: int = 1
+    frontends: int = 1
+    hosts: int = 2
+    capacity_tokens: int = 512
+    pool_bytes: int = 1 << 20
+
+
+@dataclass
+class Node:
+    """One node of the cluster, which is started again under the same name."""
+
+    name: str
+    host: str
+    role: str
+    begin: Callable[[Node], Callable[[], Coroutine[Any, Any, Any]]]
+    process: Process | None = None
+    stop: asyncio.Event | None = None
+    service: Any = None  # what the invariants look at
+    is_ready: bool = False
+    starts: int = 0
+
+    @property
+    def is_alive(self) -> bool:
+        """True while its process lives."""
+        return self.process is not None and not self.process.is_dead
+
+
+class SimCluster:
+    """All nodes. Everything is called by the scheduler, not by a simulated thread."""
+
+    def __init__(self, world: World, network: SimNetwork, shape: SimShape, tokenizer: Tokenizer) -> None:
+        self.world, self.network, self.shape = world, network, shape
+        self._tokenizer = tokenizer
+        self.nodes: dict[str, Node] = {}
+        self.conductor_targets = tuple(f"c{i}:7000" for i in range(shape.conductors))
+        for i in range(shape.conductors):
+            self._add(f"conductor-{i}", f"c{i}", "conductor", self._conductor)
+        for i in range(shape.hosts):
+            self._add(f"pool-{i}", f"h{i}", "pool", self._pool)
+        for i in range(shape.hosts):
+            self._add(f"prefill-{i}", f"h{i}", "prefill", self._worker)
+            self._add(f"decode-{i}", f"h{i}", "decode", self._worker)
+        for i in range(shape.frontends):
+            self._add(f"frontend-{i}", f"f{i}", "frontend", self._frontend)
+
+    def _add(self, name: str, host: str, role: str, begin: Any) -> None:
+        self.nodes[name] = Node(name, host, role, begin)
+
+    def start(self, node: Node) -> None:
+        """Start a node's process."""
+        assert not node.is_alive
+        node.starts += 1
+        node.is_ready, node.service = False, None
+        process = node.process = Process(self.world, node.name, node.host)
+        process.at_death.append(lambda: self.network.close_all(process))
+        self.world.tell(node.name, "starts")
+        process.start(node.begin(node))
+
+    def kill(self, node: Node) -> None:
+        """Kill a node's process, as SIGKILL does."""
+        if node.process is not None:
+            node.process.end("is killed")
+
+    def shut_down(self, node: Node) -> None:
+        """Ask a node to end, as SIGTERM does."""
+        process, stop = node.process, node.stop
+        if process is not None and process.loop is not None and stop is not None and not process.is_dead:
+            process.loop.call_soon_threadsafe(stop.set)
+
+    def held(self, node: Node) -> list[str]:
+        """Return what a node holds that it should not hold at rest, by its own `Validate`."""
+        assert node.process is not None
+        return [problem for look in node.process.objects.get("validate", []) for problem in look()]
+
+    # The roles' main coroutines
+
+    def _stop(self, node: Node) -> asyncio.Event:
+        node.stop = asyncio.Event()
+        return node.stop
+
+    def _ready(self, node: Node) -> Callable[[str], None]:
+        def ready(target: str) -> None:
+            node.is_ready = True
+            self.world.tell(node.name, f"is ready at {target}")
+
+        return ready
+
+    def _conductor(self, node: Node) -> Callable[[], Coroutine[Any, Any, Any]]:
+        config = assemble(
+            ConductorConfig,
+            node_id=node.name,
+            listen=f"{node.host}:7000",
+        )
+        return lambda: serve_conductor(config, self._stop(node), self._ready(node))
+
+    def _messenger(self, node: Node, port: int) -> MessengerConfig:
+        return assemble(
+            MessengerConfig,
+            transport="tcp",
+            data_host=node.host,
+            data_port=port,
+            host_id=node.host,
+        )
+
+    def _pool(self, node: Node) -> Callable[[], Coroutine[Any, Any, Any]]:
+        config = assemble(
+            PoolNodeConfig,
+            node_id=node.name,
+            listen=f"{node.host}:7100",
+            conductor_targets=self.conductor_targets,
+            pool_bytes=self.shape.pool_bytes,
+            host_id=node.host,
+            messenger=self._messenger(node, 7101),
+        )
+        return lambda: serve_pool_node(config, self._stop(node), self._ready(node))
+
+    def _worker(self, node: Node) -> Callable[[], Coroutine[Any, Any, Any]]:
+        port = {"prefill": 7200, "decode": 7300}[node.role]
+        config = assemble(
+            WorkerConfig,
+            node_id=node.name,
+            listen=f"{node.host}:{port}",
+            conductor_targets=self.conductor_targets,
+            pool_target=f"{node.host}:7100",
+            model=BUNDLED_MODEL,
+            served_model_name=(MODEL,),
+            threads=1,
+            device="cpu",
+            block_tokens=BLOCK_TOKENS,
+            capacity_tokens=self.shape.capacity_tokens,
+            prefill_chunk_tokens=32,
+            host_id=node.host,
+            messenger=self._messenger(node, port + 1),
+        )
+        return lambda: serve_worker(config, node.role, self._stop(node), self._ready(node))
+
+    def _frontend(self, node: Node) -> Callable[[], Coroutine[Any, Any, Any]]:
+        config = FrontendConfig(
+            models=(ServedModelConfig(Path(BUNDLED_MODEL), MODEL),),
+            conductor_targets=self.conductor_targets,
+            blocks=BlockSettings(block_tokens=BLOCK_TOKENS),
+            node=NodeSettings(node.name),
+        )
+
+        async def serve() -> None:
+            stop = self._stop(node)
+            service = node.service = Service(config, [self._tokenizer])
+            await service.start()
+            self._ready(node)(node.name)
+            await stop.wait()
+            await service.drain()
+            await service.close()
+
+        return serve
+
+
+@dataclass
+class AskedRequest:
+    """One request of a client, and what it got. `tokens` and `finished` are by choice."""
+
+    name: str
+    body: Mapping[str, Any]
+    requests: list[GenerationRequest] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, str] = field(default_factory=dict)
+    finish: str = ""
+    error: str = ""
+    ended: bool = False
+    ends: int = 0
+    attempts: int = 0  # placements, over all choices
+
+    @property
+    def prompt(self) -> list[int]:
+        """Ids of the prompt."""
+        return list(self.body["prompt"])
+
+
+async def ask(service: Service, asked: AskedRequest, leaves_after: int, on_end: Callable[[AskedRequest], None]) -> None:
+    """Send a request to a frontend, and record the tokens as they come.
+
+    The client leaves after `leaves_after` tokens, unless that is negative.
+    """
+    caller = ApiCaller("")
+    reservation = service.quotas.enter(caller)
+    try:
+        try:
+            body = CompletionBody.model_validate(asked.body)
+            model = await service.admit(body.model)
+            context = RequestContext(time.monotonic(), caller)
+            requests = asked.requests = await model.preparer.completion(body, context)
+            reservation.reserve(requests)
+        except BaseException:
+            reservation.leave(used_tokens=0, counts=False)
+            raise
+        session = service.open_session(model, requests, reservation)
+        try:
+            while not session.is_over and not 0 <= leaves_after <= sum(map(len, asked.tokens.values())):
+                choice, chunk = await session.next()
+                asked.tokens.setdefault(choice, []).extend(chunk.token_ids)
+                if chunk.finish_reason is not None:
+                    asked.finished[choice] = chunk.finish_reason
+            if session.is_over:
+                asked.finish = ",".join(asked.finished.values())
+        finally:
+            asked.attempts = sum(generation.stats.attempts for generation in session.generations)
+            await service.close_session(session)
+    except ApiError as error:
+        asked.error = f"{type(error).__name__}: {error}"
+    asked.ended = True
+    asked.ends += 1
+    on_end(asked)
+
+
+def _watch(kind: type[Any], look: Callable[[Any], None]) -> None:
+    """Call `look` with each object of a class when it has been created in a simulated process."""
+    create = kind.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        create(self, *args, **options)
+        look(self)
+
+    kind.__init__ = init
+
+
+def observe() -> None:
+    """Let the invariants see the objects whose state they check. Once per process."""
+
+    def of_process(name: str, value: Any) -> None:
+        thread = world().current
+        assert thread is not None
+        thread.process.objects.setdefault(name, []).append(value)
+
+    _watch(WorkerNode, lambda node: of_process("validate", lambda: node.validate()[0]))
+    _watch(PoolNode, lambda node: of_process("validate", lambda: node_metrics.validate(node)["problems"]))
+    _watch(PoolNode, lambda node: of_process("arena", lambda: node.memory.array))
+    for kind in (GrammarCompiler, GrammarChecker):  # their processes are not simulated
+        kind.warm_up = lambda self: None  # type: ignore[method-assign]
+    _watch(Service, lambda service: of_process("validate", lambda: service.validate()["problems"]))

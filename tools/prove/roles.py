@@ -1,0 +1,42 @@
+"""Installs the simulated world under the roles' modules; import this before anything of theirs."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from tools.prove import imports
+from tools.prove.world import clock, disk_modules, futures, native_reference, queues, rpc, sockets, ssd_loops, threads
+
+
+def _load_engine(config: Any) -> Any:
+    """In place of `worker.engine_loading.load_engine`."""
+    from engine.config import read_config
+    from tools.prove.hash_engine import HashEngine, HashLimits, hash_model
+
+    model = read_config(config.model.path)
+    limits = HashLimits(model.vocab_size, model.max_positions, model.eos_token_ids)
+    return HashEngine(hash_model(config.model.name, vocab_size=model.vocab_size), limits)
+
+
+def install() -> None:
+    """Replace the modules through which the roles reach the world."""
+    engine_loading = ModuleType("worker.engine_loading")
+    engine_loading.load_engine = _load_engine  # type: ignore[attr-defined]
+    imports.install(
+        {
+            **rpc.REPLACED,
+            **sockets.REPLACED,
+            **native_reference.REPLACED,
+            **disk_modules.MODULES,
+            **ssd_loops.SSD_MODULES,
+            "concurrent.futures": futures,
+            "queue": queues,
+            "random": clock.random,
+            "secrets": clock.secrets,
+            "threading": threads,
+            "time": clock.time,
+            "uuid": clock.uuid,
+            "worker.engine_loading": engine_loading,
+        }
+    )

@@ -1,0 +1,127 @@
+"""A schedule: a workload, and faults at instants, all drawn from the seed. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+LOAD_S = 4.0  # requests arrive and faults begin within this time
+BLOCK_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class RequestPlan:
+    """One request: when it is sent, to which frontend, its body; after how many tokens the client leaves (-1: never).
+
+    `follows`: the request whose prompt and answer it continues; it is sent when that one has ended.
+    """
+
+    name: str
+    at_s: float
+    frontend: int
+    body: Mapping[str, Any]
+    leaves_after: int = -1
+    follows: str = ""
+    new_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SimFault:
+    """A fault for `for_s` seconds. `target` and `other` name nodes or hosts.
+
+    It begins at `at_s`; or, if `after_steps` is positive, when the node `target` has run so many steps after that.
+    """
+
+    kind: str
+    at_s: float
+    for_s: float
+    target: str
+    other: str = ""
+    after_steps: int = 0
+
+
+KINDS = ("kill", "hang", "cut", "cut one way", "slow", "host", "stop", "flip")
+
+
+@dataclass(frozen=True)
+class SchedulePace:
+    """Durations of the engine and the network."""
+
+    step_s: float
+    token_s: float
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All of one run."""
+
+    seed: int
+    pace: SchedulePace
+    requests: tuple[RequestPlan, ...]
+    faults: tuple[SimFault, ...]
+    kinds: tuple[str, ...] = field(default=KINDS)
+
+
+def draw(
+    seed: int, nodes: Sequence[str], hosts: Sequence[str], frontends: int, *, kinds: Sequence[str] = KINDS
+) -> Schedule:
+    """Draw the workload and the faults of a seed. `nodes` are those that may fail, with frontends last."""
+    rng = random.Random(f"schedule {seed}")
+    pace = SchedulePace(
+        rng.choice((2e-3, 10e-3, 40e-3)),
+        rng.choice((20e-6, 200e-6, 1e-3)),
+        rng.choice((50e-6, 500e-6, 3e-3)),
+        rng.choice((2e5, 2e6, 1e9)),
+    )
+    documents = [tuple(rng.randrange(3, 2048) for _ in range(rng.randrange(16, 97))) for _ in range(3)]
+    requests: list[RequestPlan] = []
+    for i in range(rng.randrange(4, 15)):
+        body: dict[str, Any] = {
+            "max_tokens": rng.choice((1, 2, 5, 12, 24, 40)),
+            "temperature": 0.0,
+            "ignore_eos": rng.random() < 0.7,
+        }
+        if rng.random() < 0.5:
+            body |= {"temperature": rng.choice((0.7, 1.0, 1.5)), "seed": rng.randrange(2**32)}
+            body |= {"top_p": rng.choice((1.0, 0.9)), "top_k": rng.choice((0, 20))}
+        if rng.random() < 0.25:
+            body |= {"frequency_penalty": 0.8, "repetition_penalty": 1.3}
+        if rng.random() < 0.15:
+            body |= {"min_tokens": min(8, body["max_tokens"]), "logit_bias": {str(rng.randrange(2048)): 4.0}}
+        if rng.random() < 0.15:
+            body |= {"n": 2, "temperature": 1.0, "seed": rng.randrange(2**32)}
+        if rng.random() < 0.1:
+            body |= {"logprobs": 2}
+        document = rng.choice(documents)
+        head = document[: rng.choice((len(document), len(document) // 2))]
+        prompt = [*head, *(rng.randrange(3, 2048) for _ in range(rng.randrange(1, 20)))]
+        leaves = rng.randrange(0, 10) if rng.random() < 0.15 else -1
+        follows, new = "", tuple[int, ...]()
+        if requests and rng.random() < 0.35:
+            earlier = [each for each in requests if each.body.get("n", 1) == 1 and each.leaves_after < 0]
+            if earlier:
+                follows = rng.choice(earlier).name
+                new = tuple(rng.randrange(3, 2048) for _ in range(rng.randrange(1, 12)))
+        body["prompt"] = prompt
+        requests.append(
+            RequestPlan(f"r{i}", rng.uniform(0.0, LOAD_S), rng.randrange(frontends), body, leaves, follows, new)
+        )
+    faults = [_fault(rng, nodes, hosts, kinds) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))] if kinds else []
+    return Schedule(seed, pace, tuple(requests), tuple(sorted(faults, key=lambda each: each.at_s)), tuple(kinds))
+
+
+def _fault(rng: random.Random, nodes: Sequence[str], hosts: Sequence[str], kinds: Sequence[str]) -> SimFault:
+    kind = rng.choice(kinds)
+    at_s, for_s = rng.uniform(0.0, LOAD_S), rng.choice((0.05, 0.5, 2.0, 8.0, 15.0))
+    if kind in ("cut", "cut one way", "slow"):
+        target, other = rng.sample(list(hosts), 2)
+        return SimFault(kind, at_s, for_s, target, other)
+    if kind == "host":
+        return SimFault(kind, at_s, for_s, rng.choice([host for host in hosts if host.startswith("h")]))
+    if kind == "flip":
+        return SimFault(kind, at_s, 0.0, rng.choice([node for node in nodes if node.startswith("pool")]))
+    return SimFault(kind, at_s, for_s, rng.choice(nodes), after_steps=rng.choice((0, rng.randrange(1, 600))))
