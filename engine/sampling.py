@@ -175,9 +175,9 @@ def noisy_scores(
 ) -> npt.NDArray[np.float64]:
     """Return the scores whose argmax is `sample`'s choice, float64 [V].
 
-    Ids excluded by min-p, top-k or top-p are -inf. `slack` moves the thresholds of min-p and top-k (in logits) and
-    top-p (in probability): a positive one includes ids that a small error in the logits could include, a negative one
-    excludes those that it could exclude. The most likely id always stays.
+    Ids excluded by min-p, top-k or top-p are -inf. `slack` is an error of logits' differences, and of top-p's sums: a
+    positive one includes all ids that such an error could include, a negative one excludes all that it could exclude,
+    perhaps every id. With 0 the most likely id always stays.
     """
     tensor = logits if isinstance(logits, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(logits))
     scores: npt.NDArray[np.float64] = _scores(tensor[None], [row], slack)[0].cpu().numpy()
@@ -252,12 +252,27 @@ def _candidates(
     kept &= (exact_math.exp((below + slack).clamp(max=0.0) / temperature) if slack else weight) >= min_p
     units = torch.where(kept, (weight * _PROBABILITY_UNIT).to(torch.int64), 0)
     before = units.cumsum(dim=1) - units
+    if slack:
+        before = _before_with_errors(units, ordered, slack)
     total = units.sum(dim=1, keepdim=True)
     # A p of 1 must keep ids of zero weight too; below 1, integers become floats only after the exact summation.
     reached = before.to(torch.float64) >= (top_p + slack).clamp(min=0.0) * total.to(torch.float64)
     kept &= (top_p >= 1) | ~reached
-    kept[:, 0] = True
+    if slack >= 0:
+        kept[:, 0] = True
     return torch.zeros_like(kept).scatter_(1, order, kept)
+
+
+def _before_with_errors(units: torch.Tensor, ordered: torch.Tensor, slack: float) -> torch.Tensor:
+    """Return the least (slack > 0) or greatest sum, int64 [B, V], of the weights before each id, which errors of logits'
+    differences of up to |slack| can lead to: they may exchange ids.
+
+    `units` [B, V] are the weights in the descending order of the logits `ordered`.
+    """
+    falling, sums = -ordered, torch.nn.functional.pad(units.cumsum(dim=1), (1, 0))
+    if slack > 0:
+        return sums.gather(1, torch.searchsorted(falling, falling - slack))
+    return sums.gather(1, torch.searchsorted(falling, falling - slack, right=True)) - units
 
 
 def _check_shapes(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:

@@ -156,6 +156,24 @@ def test_slack_moves_the_borders_of_top_k_and_top_p():
         assert np.isfinite(noisy_scores(close, row(top_k=2), slack=slack)).sum() == count
 
 
+@given(data=st.data())
+def test_slack_covers_errors_that_exchange_ids_at_a_threshold(data: st.DataObject) -> None:
+    """Of almost equal logits, an error decides which one is the last that top-p keeps."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    how = row(
+        top_p=data.draw(st.floats(0.1, 0.99)),
+        min_p=data.draw(st.floats(0.0, 0.5)),
+        top_k=data.draw(st.integers(0, 6)),
+        index=data.draw(st.integers(0, 9)),
+    )
+    logits = rng.integers(0, 3, 12) + rng.uniform(-1e-3, 1e-3, 12)
+    damaged = logits + rng.uniform(-1e-3, 1e-3, 12)
+    chosen = int(sample(torch.from_numpy(damaged)[None], [how])[0])
+    assert noisy_scores(torch.from_numpy(logits), how, slack=2e-3)[chosen] >= (
+        noisy_scores(torch.from_numpy(logits), how, slack=-2e-3).max() - 2e-3
+    )
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), vocab=st.sampled_from([1, 2, 7, 300, 1025]), spread=st.sampled_from([0.1, 3.0, 60.0]))
 def test_compiled_and_tensor_forms_are_equal_bit_for_bit(data, vocab, spread):
