@@ -20,6 +20,7 @@ FUZZ_SECONDS ?= 60
 FUZZ_TARGET ?=
 FUZZ_SEED ?=
 CHAOS_SECONDS ?= 600
+PROVE_SECONDS ?= 180
 # Drawn, and told, if empty.
 CHAOS_SEED ?=
 
@@ -41,7 +42,7 @@ export PYTHONDONTWRITEBYTECODE :=
 VLLM_PYTEST = NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/numba REQUIRE_VLLM=1 $(QUIET_THREADS) $(VLLM_VENV)/bin/python -m pytest \
   -W ignore::DeprecationWarning -W ignore::FutureWarning tests/vllm_worker
 
-.PHONY: help setup lock demo test test-nightly gpu-proof check static format proto chart train bench clients test-vllm compare test-rdma test-rdma-one soak-messenger soak-rdma fuzz chaos clean distclean
+.PHONY: help setup lock demo test test-nightly gpu-proof check static format proto chart train bench clients test-vllm compare test-rdma test-rdma-one soak-messenger soak-rdma fuzz chaos prove clean distclean
 
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
@@ -65,6 +66,7 @@ help:
 	@echo "make soak-rdma  the same over real verbs, in a VM"
 	@echo "make fuzz    fuzz what the cluster parses, FUZZ_SECONDS=$(FUZZ_SECONDS), FUZZ_TARGET=NAME, FUZZ_SEED=N; into out/fuzz"
 	@echo "make chaos   random faults in a live cluster under mixed load, CHAOS_SECONDS=$(CHAOS_SECONDS), CHAOS_SEED=N; needs root"
+	@echo "make prove   the roles in a simulated world under random faults, PROVE_SECONDS=$(PROVE_SECONDS), and every mutant"
 	@echo "make clean   remove caches and output; distclean: the environment too"
 
 setup: $(STAMP)
@@ -168,6 +170,9 @@ soak-rdma: $(STAMP)
 
 chaos: $(STAMP)
 	$(QUIET_THREADS) $(BIN)/python -m tools.chaos --seconds $(CHAOS_SECONDS) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
+
+prove: $(STAMP)
+	$(QUIET_THREADS) $(BIN)/python -m tools.prove --seconds $(PROVE_SECONDS) --mutants
 
 clean:
 	rm -rf out dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -264,8 +264,9 @@ def _candidates(
 
 
 def _before_with_errors(units: torch.Tensor, ordered: torch.Tensor, slack: float) -> torch.Tensor:
-    """Return the least (slack > 0) or greatest sum, int64 [B, V], of the weights before each id, which errors of logits'
-    differences of up to |slack| can lead to: they may exchange ids.
+    """Return the least (slack > 0) or greatest sum, int64 [B, V], of the weights before each id.
+
+    Errors of logits' differences of up to |slack| can lead to it: they may exchange ids.
 
     `units` [B, V] are the weights in the descending order of the logits `ordered`.
     """

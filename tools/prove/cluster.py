@@ -14,14 +14,11 @@ from frontend.api.request_models import CompletionBody
 from frontend.callers import ApiCaller
 from frontend.config import FrontendConfig, ServedModelConfig
 from frontend.errors import ApiError
-from frontend.grammars import GrammarChecker
 from frontend.prepare import RequestContext
 from frontend.request import GenerationRequest
 from frontend.service import Service
 from frontend.tokenizer import Tokenizer
-from kvpool import node_metrics
 from kvpool.config import PoolNodeConfig
-from kvpool.node import PoolNode
 from kvpool.server import serve_pool_node
 from messenger import MessengerConfig
 from moonpool.role_process.worker import serve_worker
@@ -29,13 +26,14 @@ from settings.keys import assemble
 from settings.node import NodeSettings
 from settings.worker import BUNDLED_MODEL, BlockSettings
 from tools.prove.world.clock import time
+from tools.prove.world.disk import SimDisk
+from tools.prove.world.disk_modules import MODULES
 from tools.prove.world.network import SimNetwork
 from tools.prove.world.process import Process
-from tools.prove.world.scheduler import World, world
+from tools.prove.world.scheduler import World
 from worker.config import WorkerConfig
-from worker.grammar_matching import GrammarCompiler
-from worker.node import WorkerNode
 
+SimPath = MODULES["pathlib"].Path
 log = logging.getLogger(__name__)
 
 MODEL = "hash"
@@ -51,6 +49,7 @@ class SimShape:
     hosts: int = 2
     capacity_tokens: int = 512
     pool_bytes: int = 1 << 20
+    ssd_bytes: int = 0  # 0: pools have no SSD
 
 
 @dataclass
@@ -83,8 +82,11 @@ class SimCluster:
         self.conductor_targets = tuple(f"c{i}:7000" for i in range(shape.conductors))
         for i in range(shape.conductors):
             self._add(f"conductor-{i}", f"c{i}", "conductor", self._conductor)
+        self.disks: dict[str, SimDisk] = {}
         for i in range(shape.hosts):
             self._add(f"pool-{i}", f"h{i}", "pool", self._pool)
+            if shape.ssd_bytes:
+                self.disks[f"h{i}"] = SimDisk(world, f"h{i}")
         for i in range(shape.hosts):
             self._add(f"prefill-{i}", f"h{i}", "prefill", self._worker)
             self._add(f"decode-{i}", f"h{i}", "decode", self._worker)
@@ -157,6 +159,7 @@ class SimCluster:
             listen=f"{node.host}:7100",
             conductor_targets=self.conductor_targets,
             pool_bytes=self.shape.pool_bytes,
+            **({"pool_ssd_dir": SimPath("/disk"), "pool_ssd_bytes": self.shape.ssd_bytes} if self.disks else {}),
             host_id=node.host,
             messenger=self._messenger(node, 7101),
         )
@@ -202,6 +205,14 @@ class SimCluster:
         return serve
 
 
+@dataclass(frozen=True)
+class Leaving:
+    """When a client leaves: after so many tokens, and after so many seconds; -1: never."""
+
+    after_tokens: int = -1
+    after_s: float = -1.0
+
+
 @dataclass
 class AskedRequest:
     """One request of a client, and what it got. `tokens` and `finished` are by choice."""
@@ -223,7 +234,21 @@ class AskedRequest:
         return list(self.body["prompt"])
 
 
-async def ask(service: Service, asked: AskedRequest, leaves_after: int, on_end: Callable[[AskedRequest], None]) -> None:
+async def ask(service: Service, asked: AskedRequest, leaves: Leaving, on_end: Callable[[AskedRequest], None]) -> None:
+    """Send a request to a frontend; its connection breaks after `leaves.after_s`, if that is not negative."""
+    asking = asyncio.create_task(_ask(service, asked, leaves.after_tokens))
+    await asyncio.wait([asking], timeout=leaves.after_s if leaves.after_s >= 0 else None)
+    if not asking.done():
+        asking.cancel()
+        await asyncio.wait([asking])
+    if not asking.cancelled() and (error := asking.exception()) is not None:
+        asked.error = f"{type(error).__name__}: {error}"
+    asked.ended = True
+    asked.ends += 1
+    on_end(asked)
+
+
+async def _ask(service: Service, asked: AskedRequest, leaves_after: int) -> None:
     """Send a request to a frontend, and record the tokens as they come.
 
     The client leaves after `leaves_after` tokens, unless that is negative.
@@ -254,33 +279,3 @@ async def ask(service: Service, asked: AskedRequest, leaves_after: int, on_end: 
             await service.close_session(session)
     except ApiError as error:
         asked.error = f"{type(error).__name__}: {error}"
-    asked.ended = True
-    asked.ends += 1
-    on_end(asked)
-
-
-def _watch(kind: type[Any], look: Callable[[Any], None]) -> None:
-    """Call `look` with each object of a class when it has been created in a simulated process."""
-    create = kind.__init__
-
-    def init(self: Any, *args: Any, **options: Any) -> None:
-        create(self, *args, **options)
-        look(self)
-
-    kind.__init__ = init
-
-
-def observe() -> None:
-    """Let the invariants see the objects whose state they check. Once per process."""
-
-    def of_process(name: str, value: Any) -> None:
-        thread = world().current
-        assert thread is not None
-        thread.process.objects.setdefault(name, []).append(value)
-
-    _watch(WorkerNode, lambda node: of_process("validate", lambda: node.validate()[0]))
-    _watch(PoolNode, lambda node: of_process("validate", lambda: node_metrics.validate(node)["problems"]))
-    _watch(PoolNode, lambda node: of_process("arena", lambda: node.memory.array))
-    for kind in (GrammarCompiler, GrammarChecker):  # their processes are not simulated
-        kind.warm_up = lambda self: None  # type: ignore[method-assign]
-    _watch(Service, lambda service: of_process("validate", lambda: service.validate()["problems"]))

@@ -28,9 +28,7 @@ def expected_tokens(model: HashModel, prompt: Sequence[int], asked: Sampling) ->
         logits = torch.from_numpy(state.logits()[None])
         if steering is not None:
             logits = steer(logits, [steering.row(index)])
-        row = SamplingRow(
-            sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed, sampling.choice, index, sampling.min_p
-        )
+        row = SamplingRow(asked.temperature, asked.top_p, asked.top_k, asked.seed, asked.choice, index, asked.min_p)
         token = int(sample(logits, [row])[0])
         tokens.append(token)
         if token in sampling.stop_ids:

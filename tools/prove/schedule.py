@@ -9,6 +9,7 @@ from typing import Any
 
 LOAD_S = 4.0  # requests arrive and faults begin within this time
 BLOCK_TOKENS = 8
+END_ID = 1  # that ends an answer of the bundled model's tokenizer
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class RequestPlan:
     frontend: int
     body: Mapping[str, Any]
     leaves_after: int = -1
+    leaves_after_s: float = -1.0  # its connection breaks
     follows: str = ""
     new_ids: tuple[int, ...] = ()
 
@@ -42,17 +44,21 @@ class SimFault:
     after_steps: int = 0
 
 
-KINDS = ("kill", "hang", "cut", "cut one way", "slow", "host", "stop", "flip")
+KINDS = ("kill", "hang", "cut", "cut one way", "slow", "host", "stop", "flip", "disk")
+DISK_FAULTS = ("lies", "full", "slow", "stalled", "read_errors", "write_errors", "flip")
 
 
 @dataclass(frozen=True)
 class SchedulePace:
-    """Durations of the engine and the network."""
+    """Durations of the engine and the network, and sizes of the pools."""
 
     step_s: float
     token_s: float
     latency_s: float
     bytes_per_s: float
+    pool_bytes: int
+    ssd_bytes: int
+    capacity_tokens: int
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,13 @@ def draw(
         rng.choice((20e-6, 200e-6, 1e-3)),
         rng.choice((50e-6, 500e-6, 3e-3)),
         rng.choice((2e5, 2e6, 1e9)),
+        *rng.choice(((1 << 20, 0), (64 << 10, 0), (64 << 10, 1 << 20))),
+        rng.choice((256, 512)),
     )
-    documents = [tuple(rng.randrange(3, 2048) for _ in range(rng.randrange(16, 97))) for _ in range(3)]
+    # Documents share paragraphs of whole blocks, in other places.
+    paragraphs = [[rng.randrange(3, 2048) for _ in range(BLOCK_TOKENS * rng.randrange(1, 4))] for _ in range(5)]
+    chosen = [rng.choices(paragraphs, k=rng.randrange(2, 6)) for _ in range(3)]
+    documents = [[token for paragraph in each for token in paragraph] for each in chosen]
     requests: list[RequestPlan] = []
     for i in range(rng.randrange(4, 15)):
         body: dict[str, Any] = {
@@ -90,8 +101,9 @@ def draw(
             body |= {"top_p": rng.choice((1.0, 0.9)), "top_k": rng.choice((0, 20))}
         if rng.random() < 0.25:
             body |= {"frequency_penalty": 0.8, "repetition_penalty": 1.3}
+            body |= {"logit_bias": {str(rng.randrange(3, 2048)): 12.0 for _ in range(3)}}  # these are repeated
         if rng.random() < 0.15:
-            body |= {"min_tokens": min(8, body["max_tokens"]), "logit_bias": {str(rng.randrange(2048)): 4.0}}
+            body |= {"min_tokens": min(8, body["max_tokens"]), "logit_bias": {str(END_ID): 11.0}, "ignore_eos": False}
         if rng.random() < 0.15:
             body |= {"n": 2, "temperature": 1.0, "seed": rng.randrange(2**32)}
         if rng.random() < 0.1:
@@ -100,15 +112,18 @@ def draw(
         head = document[: rng.choice((len(document), len(document) // 2))]
         prompt = [*head, *(rng.randrange(3, 2048) for _ in range(rng.randrange(1, 20)))]
         leaves = rng.randrange(0, 10) if rng.random() < 0.15 else -1
+        leaves_s = rng.choice((1e-3, 0.01, 0.1, 1.0)) * rng.random() if rng.random() < 0.15 else -1.0
         follows, new = "", tuple[int, ...]()
         if requests and rng.random() < 0.35:
-            earlier = [each for each in requests if each.body.get("n", 1) == 1 and each.leaves_after < 0]
+            earlier = [each for each in requests if each.body.get("n", 1) == 1]
             if earlier:
                 follows = rng.choice(earlier).name
                 new = tuple(rng.randrange(3, 2048) for _ in range(rng.randrange(1, 12)))
         body["prompt"] = prompt
         requests.append(
-            RequestPlan(f"r{i}", rng.uniform(0.0, LOAD_S), rng.randrange(frontends), body, leaves, follows, new)
+            RequestPlan(
+                f"r{i}", rng.uniform(0.0, LOAD_S), rng.randrange(frontends), body, leaves, leaves_s, follows, new
+            )
         )
     faults = [_fault(rng, nodes, hosts, kinds) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))] if kinds else []
     return Schedule(seed, pace, tuple(requests), tuple(sorted(faults, key=lambda each: each.at_s)), tuple(kinds))
@@ -117,11 +132,16 @@ def draw(
 def _fault(rng: random.Random, nodes: Sequence[str], hosts: Sequence[str], kinds: Sequence[str]) -> SimFault:
     kind = rng.choice(kinds)
     at_s, for_s = rng.uniform(0.0, LOAD_S), rng.choice((0.05, 0.5, 2.0, 8.0, 15.0))
+    if kind == "hang" and rng.random() < 0.2:
+        for_s = 120.0
     if kind in ("cut", "cut one way", "slow"):
         target, other = rng.sample(list(hosts), 2)
         return SimFault(kind, at_s, for_s, target, other)
     if kind == "host":
         return SimFault(kind, at_s, for_s, rng.choice([host for host in hosts if host.startswith("h")]))
+    if kind == "disk":
+        host = rng.choice([host for host in hosts if host.startswith("h")])
+        return SimFault(kind, at_s, for_s, host, rng.choice(DISK_FAULTS))
     if kind == "flip":
         return SimFault(kind, at_s, 0.0, rng.choice([node for node in nodes if node.startswith("pool")]))
     return SimFault(kind, at_s, for_s, rng.choice(nodes), after_steps=rng.choice((0, rng.randrange(1, 600))))

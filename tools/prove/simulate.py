@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from frontend.tokenizer import Tokenizer
 from settings.worker import BUNDLED_MODEL
-from tools.prove.cluster import MODEL, AskedRequest, Node, SimCluster, SimShape, ask, observe
+from tools.prove.cluster import MODEL, AskedRequest, Leaving, Node, SimCluster, SimShape, ask
 from tools.prove.hash_engine import hash_model
+from tools.prove.observe import membership, observe
 from tools.prove.reference import expected_tokens
 from tools.prove.schedule import LOAD_S, RequestPlan, Schedule, SimFault, draw
 from tools.prove.world.network import SimNetwork
@@ -18,9 +21,13 @@ from tools.prove.world.scheduler import Deadlock, TooLong, World, set_world
 
 START_S = 60.0  # of virtual time, for all nodes to be ready
 END_S = 180.0  # after the last fault, until every request has ended
+MOST_STALE = 3  # connections between workers that broke unnoticed
+AGAIN_S = 30.0  # for requests to a cluster at rest
 REST_S = 90.0  # until nothing is held; longer than leases whose holder was lost
 
 _POLL = "/moonpool.v1.Conductor/Cluster at "  # which frontends repeat all the time
+# It was asked to end; or no worker of the model was left for the grace period.
+_MAY_FAIL = ("frontend is shutting down", "no node can serve model", "has joined")
 _tokenizers: list[Tokenizer] = []
 
 
@@ -62,7 +69,7 @@ class Simulation:
         self.cluster = SimCluster(self.world, self.network, shape, _tokenizers[0])
         self.schedule = schedule
         self.asked = {plan.name: AskedRequest(plan.name, plan.body) for plan in schedule.requests}
-        self.problems: list[str] = []
+        self.problems = self.world.problems
         self.excused: dict[str, str] = {}
         self._waiting: dict[str, list[RequestPlan]] = {}
         self._pending_faults = len(schedule.faults)
@@ -87,7 +94,9 @@ class Simulation:
         assert process is not None
         process.at_death.append(lambda: self._excuse(asked.name, "its frontend died"))
         process.loop.call_soon_threadsafe(
-            lambda: process.loop.create_task(ask(service, asked, plan.leaves_after, self._ended))
+            lambda: process.loop.create_task(
+                ask(service, asked, Leaving(plan.leaves_after, plan.leaves_after_s), self._ended)
+            )
         )
 
     def _excuse(self, name: str, why: str) -> None:
@@ -132,11 +141,15 @@ class Simulation:
                 end(fault)
 
             self.world.at(fault.for_s, heal)
+        elif fault.kind == "disk":
+            self._disk_fault(fault)
         elif fault.kind == "host":
             network.kill_host(fault.target)
             nodes = [node for node in cluster.nodes.values() if node.host == fault.target]
             for node in nodes:
                 cluster.kill(node)
+            if fault.target in cluster.disks:
+                cluster.disks[fault.target].crash(self.world.chance)
 
             def revive() -> None:
                 network.revive_host(fault.target)
@@ -150,6 +163,24 @@ class Simulation:
             end(fault)
         else:
             self._node_fault(fault, cluster.nodes[fault.target])
+
+    def _disk_fault(self, fault: SimFault) -> None:
+        disk = self.cluster.disks.get(fault.target)
+        if disk is None:
+            self._fault_ended(fault)
+            return
+        values = {"slow": 50.0, "read_errors": 0.3, "write_errors": 0.3}
+        if fault.other == "flip":
+            self.world.tell("fault", f"a bit is flipped: {disk.flip(self.world.chance, under='/disk')}")
+            self._fault_ended(fault)
+            return
+        setattr(disk, fault.other, values.get(fault.other, True))
+
+        def mend() -> None:
+            setattr(disk, fault.other, {"slow": 1.0, "read_errors": 0.0, "write_errors": 0.0}.get(fault.other, False))
+            self._fault_ended(fault)
+
+        self.world.at(fault.for_s, mend)
 
     def _node_fault(self, fault: SimFault, node: Node) -> None:
         process = node.process
@@ -253,7 +284,7 @@ class Simulation:
         if not world.run(self._all_ended, END_S):
             open_ = [name for name, asked in self.asked.items() if not asked.ended and name not in self.excused]
             self.problems.append(f"not ended {END_S:.0f} s after the last fault: {', '.join(open_)}")
-        self._check_tokens()
+        self._check_tokens(list(self.asked))
         held: list[str] = []
 
         def at_rest() -> bool:
@@ -265,15 +296,41 @@ class Simulation:
             if at_rest():
                 break
         self.problems += [f"at rest: {each}" for each in held]
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        """Send requests to the cluster at rest: each is answered at once, by the first placement."""
+        rng, names = random.Random(f"again {self.schedule.seed}"), list[str]()
+        for i in range(6):
+            prompt = [rng.randrange(3, 2048) for _ in range(40)]
+            body = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, "prompt": prompt}
+            plan = RequestPlan(f"again{i}", 0.0, i % self.cluster.shape.frontends, body)
+            self.asked[plan.name] = AskedRequest(plan.name, body)
+            names.append(plan.name)
+            self.world.at(0.05 * i, lambda plan=plan: self._send(plan))  # type: ignore[misc]
+        asked = [self.asked[name] for name in names]
+        if not self.world.run(lambda: all(each.ended for each in asked), AGAIN_S):
+            self.problems.append(f"not ended {AGAIN_S:.0f} s after rest")
+        for each in asked:
+            if each.error or each.name in self.excused:
+                self.problems.append(f"lost: {each.name} at rest: {each.error or self.excused[each.name]}")
+        # A connection that broke while it was idle costs one attempt.
+        if (again := sum(max(0, each.attempts - 1) for each in asked)) > MOST_STALE:
+            self.problems.append(f"placed again at rest: {again} times for {len(asked)} requests")
+        self._check_tokens(names)
 
     def _all_ended(self) -> bool:
         return all(asked.ended or name in self.excused for name, asked in self.asked.items())
 
-    def _check_tokens(self) -> None:
+    def _check_tokens(self, names: Sequence[str]) -> None:
         model = hash_model(MODEL, vocab_size=2048)
-        for name, asked in self.asked.items():
+        for name in names:
+            asked = self.asked[name]
             if asked.ends > 1:
-                self.problems.append(f"{name} ended {asked.ends} times")
+                self.problems.append(f"lost: {name} ended {asked.ends} times")
+            was_accepted = asked.attempts and not any(text in asked.error for text in _MAY_FAIL)
+            if asked.error and was_accepted and name not in self.excused:
+                self.problems.append(f"lost: {name} failed with {asked.error}")
             for choice, request in enumerate(asked.requests):
                 got = asked.tokens.get(choice, [])
                 right = expected_tokens(model, request.prompt_ids.tolist(), request.sampling.to_proto())
@@ -285,12 +342,14 @@ class Simulation:
                     )
 
     def _held(self) -> list[str]:
-        return [
-            f"{node.name}: {problem}"
-            for node in self.cluster.nodes.values()
-            if node.process is not None and not node.process.is_dead
-            for problem in self.cluster.held(node)
-        ]
+        living = [node for node in self.cluster.nodes.values() if node.is_alive]
+        members = [node.name for node in living if node.role in ("pool", "prefill", "decode")]
+        found = list[str]()
+        for node in living:
+            assert node.process is not None
+            problems = [*self.cluster.held(node), *membership(node.process, members)]
+            found += [f"{node.name}: {problem}" for problem in problems]
+        return found
 
 
 def run_seed(
@@ -316,4 +375,6 @@ def run_seed(
     kept = tuple(fault for i, fault in enumerate(drawn.faults) if i not in without_faults)
     gone = {plan.name for plan in drawn.requests if plan.name in without_requests}
     requests = tuple(plan for plan in drawn.requests if plan.name not in gone and plan.follows not in gone)
+    shape = replace(shape, pool_bytes=drawn.pace.pool_bytes, ssd_bytes=drawn.pace.ssd_bytes)
+    shape = replace(shape, capacity_tokens=drawn.pace.capacity_tokens)
     return Simulation(replace(drawn, faults=kept, requests=requests), shape).run()

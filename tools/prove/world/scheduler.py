@@ -141,6 +141,7 @@ class World:
         self._hub = getcurrent()
         self._digest = hashlib.blake2b(digest_size=16)
         self.story: list[tuple[int, str, str]] = []
+        self.problems: list[str] = []
         self.failure: BaseException | None = None
         self._threads: dict[greenlet, SimThread] = {}
         self._is_closed = False
@@ -154,6 +155,11 @@ class World:
     def digest(self) -> str:
         """Digest of the event log so far, in hex."""
         return self._digest.hexdigest()
+
+    def problem(self, text: str) -> None:
+        """Record that an invariant is violated."""
+        self.tell("invariant", text)
+        self.problems.append(text)
 
     def tell(self, who: str, what: str) -> None:
         """Add an event to the log."""
