@@ -158,7 +158,7 @@ def test_slack_moves_the_borders_of_top_k_and_top_p():
 
 @given(data=st.data())
 def test_slack_covers_errors_that_exchange_ids_at_a_threshold(data: st.DataObject) -> None:
-    """Of almost equal logits, an error decides which one is the last that top-p keeps."""
+    """An error decides which one of almost equal logits is the last that top-p keeps."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     how = row(
         top_p=data.draw(st.floats(0.1, 0.99)),
