@@ -76,6 +76,11 @@ class HashMemory(EngineMemory):
         found = self._layers[layer][where, :, positions % self.block_tokens]
         return np.ascontiguousarray(found.reshape(len(positions), -1))
 
+    def slots_at(self, offsets: NDArray[np.int64]) -> list[int]:
+        """Return the slots of the first group that begin before these offsets of the region."""
+        found: list[int] = ((offsets - self._base[0]) // self._slot_nbytes[0]).tolist()
+        return found
+
     def groups_to_host(self, slots: Sequence[int], groups: Sequence[int]) -> Ticket:
         return READY
 

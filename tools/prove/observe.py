@@ -18,6 +18,7 @@ from messenger.frames import Write
 from messenger.grants import GrantTable
 from messenger.tcp.transport import TcpResponder
 from moonpool_proto.v1.common_pb2 import JsonRequest
+from tools.prove import slot_writes
 from tools.prove.world.scheduler import ProcessState, world
 from worker.grammar_matching import GrammarCompiler
 from worker.node import WorkerNode
@@ -52,6 +53,7 @@ def observe() -> None:
     _watch(ConductorService, lambda service: of_process("conductor", service))
     _watch_writes(of_process)
     _watch_pool_slots()
+    slot_writes.watch()
     _watch(Service, lambda service: of_process("validate", lambda: service.validate()["problems"]))
 
 

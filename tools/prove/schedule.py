@@ -44,7 +44,7 @@ class SimFault:
     after_steps: int = 0
 
 
-KINDS = ("kill", "hang", "cut", "cut one way", "slow", "host", "stop", "flip", "disk")
+KINDS = ("kill", "hang", "cut", "cut one way", "slow", "reset", "host", "stop", "flip", "disk")
 DISK_FAULTS = ("lies", "full", "slow", "stalled", "read_errors", "write_errors", "flip")
 
 
@@ -134,7 +134,7 @@ def _fault(rng: random.Random, nodes: Sequence[str], hosts: Sequence[str], kinds
     at_s, for_s = rng.uniform(0.0, LOAD_S), rng.choice((0.05, 0.5, 2.0, 8.0, 15.0))
     if kind == "hang" and rng.random() < 0.2:
         for_s = 120.0
-    if kind in ("cut", "cut one way", "slow"):
+    if kind in ("cut", "cut one way", "slow", "reset"):
         target, other = rng.sample(list(hosts), 2)
         return SimFault(kind, at_s, for_s, target, other)
     if kind == "host":

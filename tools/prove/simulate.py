@@ -26,8 +26,8 @@ AGAIN_S = 30.0  # for requests to a cluster at rest
 REST_S = 90.0  # until nothing is held; longer than leases whose holder was lost
 
 _POLL = "/moonpool.v1.Conductor/Cluster at "  # which frontends repeat all the time
-# It was asked to end; or no worker of the model was left for the grace period.
-_MAY_FAIL = ("frontend is shutting down", "no node can serve model", "has joined")
+# It was asked to end; or no worker of the model was left for the grace period, or all attempts failed.
+_MAY_FAIL = ("frontend is shutting down", "no node can serve model", "has joined", "failed after 5 attempts")
 _tokenizers: list[Tokenizer] = []
 
 
@@ -141,6 +141,9 @@ class Simulation:
                 end(fault)
 
             self.world.at(fault.for_s, heal)
+        elif fault.kind == "reset":
+            network.reset(fault.target, fault.other)
+            end(fault)
         elif fault.kind == "disk":
             self._disk_fault(fault)
         elif fault.kind == "host":

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 MUTANTS = sorted((Path(__file__).parent / "mutants").glob("*.patch"))
-SECONDS = 100.0
+SCHEDULES = 80
 
 
 def prove(*arguments: str, hash_seed: str = "0") -> dict[str, Any]:
@@ -31,10 +31,10 @@ def prove(*arguments: str, hash_seed: str = "0") -> dict[str, Any]:
 
 
 def test_no_schedule_violates_an_invariant() -> None:
-    found = prove("--seconds", str(SECONDS))
+    found = prove("--schedules", str(SCHEDULES))
     assert found["failing_seeds"] == [], found["output"]
-    assert found["schedules"] > 10
-    assert found["placed again"] > 5  # faults do hit running requests
+    assert found["schedules"] == SCHEDULES
+    assert found["placed again"] > 20  # faults do hit running requests
     assert found["finished"] > 0.8 * found["requests"]
 
 

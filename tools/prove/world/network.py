@@ -136,6 +136,12 @@ class SimNetwork:
         self.link(source, target).is_cut = False
         self._release(source, target)
 
+    def reset(self, host: str, other: str) -> None:
+        """Break all connections between two hosts, as a firewall does that has lost its state."""
+        for end in list(self.connections):
+            if (end.process.host, end.peer.process.host) in ((host, other), (other, host)):
+                end.fail(ConnectionResetError(104, "Connection reset by peer"))
+
     def kill_host(self, host: str) -> None:
         """The host is gone with its processes: nothing answers."""
         self.dead_hosts[host] = None
