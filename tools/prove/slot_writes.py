@@ -49,7 +49,7 @@ def watch() -> None:
         reading.add_done_callback(lambda _: _check(process, slots, "a read", in_quarantine=True))
         return reading
 
-    HashMemory.write, Access.writing, Peer.read = watched_write, watched_writing, watched_read  # type: ignore[method-assign, assignment]
+    HashMemory.write, Access.writing, Peer.read = watched_write, watched_writing, watched_read  # type: ignore[method-assign]
 
 
 def _process() -> ProcessState:
