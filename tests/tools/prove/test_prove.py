@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 MUTANTS = sorted((Path(__file__).parent / "mutants").glob("*.patch"))
-SCHEDULES = 80
+SCHEDULES = 50
 
 
 def prove(*arguments: str, hash_seed: str = "0") -> dict[str, Any]:
@@ -34,7 +34,7 @@ def test_no_schedule_violates_an_invariant() -> None:
     found = prove("--schedules", str(SCHEDULES))
     assert found["failing_seeds"] == [], found["output"]
     assert found["schedules"] == SCHEDULES
-    assert found["placed again"] > 20  # faults do hit running requests
+    assert found["placed again"] > 10  # faults do hit running requests
     assert found["finished"] > 0.8 * found["requests"]
 
 
