@@ -35,6 +35,8 @@ JUSTIFIED = {
     ("loadtest/senders.py", "import pickle"): "between a load test and its own senders, by pipes that it made",
     ("jit/fast_dataclass.py", "exec"): "an __init__ made of a dataclass's own field names, at import",
     ("tools/fuzz/coverage.py", "compile"): "the repository's own files, to count their lines; nothing of it is run",
+    ("tools/prove/imports.py", "__import__"): "the repository's own import statements, with some modules replaced",
+    ("tools/prove/world/disk_modules.py", "__import__"): "the standard library's own import statements",
 }
 
 
