@@ -25,6 +25,7 @@ from moonpool.role_process.worker import serve_worker
 from settings.keys import assemble
 from settings.node import NodeSettings
 from settings.worker import BUNDLED_MODEL, BlockSettings
+from tools.prove.schedule import BLOCK_TOKENS
 from tools.prove.world.clock import time
 from tools.prove.world.disk import SimDisk
 from tools.prove.world.disk_modules import MODULES
@@ -37,7 +38,6 @@ SimPath = MODULES["pathlib"].Path
 log = logging.getLogger(__name__)
 
 MODEL = "hash"
-BLOCK_TOKENS = 8
 
 
 @dataclass(frozen=True)

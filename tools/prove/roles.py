@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from tools.prove import imports
-from tools.prove.world import clock, disk_modules, futures, native_reference, queues, rpc, sockets, ssd_loops, threads
+from tools.prove.world import basics, disk_modules, native_reference, rpc, sockets, ssd_loops
 
 
 def _load_engine(config: Any) -> Any:
@@ -30,13 +30,7 @@ def install() -> None:
             **native_reference.REPLACED,
             **disk_modules.MODULES,
             **ssd_loops.SSD_MODULES,
-            "concurrent.futures": futures,
-            "queue": queues,
-            "random": clock.random,
-            "secrets": clock.secrets,
-            "threading": threads,
-            "time": clock.time,
-            "uuid": clock.uuid,
+            **basics.REPLACED,
             "worker.engine_loading": engine_loading,
         }
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 LOAD_S = 4.0  # requests arrive and faults begin within this time
@@ -69,12 +69,9 @@ class Schedule:
     pace: SchedulePace
     requests: tuple[RequestPlan, ...]
     faults: tuple[SimFault, ...]
-    kinds: tuple[str, ...] = field(default=KINDS)
 
 
-def draw(
-    seed: int, nodes: Sequence[str], hosts: Sequence[str], frontends: int, *, kinds: Sequence[str] = KINDS
-) -> Schedule:
+def draw(seed: int, nodes: Sequence[str], hosts: Sequence[str], frontends: int) -> Schedule:
     """Draw the workload and the faults of a seed. `nodes` are those that may fail, with frontends last."""
     rng = random.Random(f"schedule {seed}")
     pace = SchedulePace(
@@ -125,12 +122,12 @@ def draw(
                 f"r{i}", rng.uniform(0.0, LOAD_S), rng.randrange(frontends), body, leaves, leaves_s, follows, new
             )
         )
-    faults = [_fault(rng, nodes, hosts, kinds) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))] if kinds else []
-    return Schedule(seed, pace, tuple(requests), tuple(sorted(faults, key=lambda each: each.at_s)), tuple(kinds))
+    faults = [_fault(rng, nodes, hosts) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))]
+    return Schedule(seed, pace, tuple(requests), tuple(sorted(faults, key=lambda each: each.at_s)))
 
 
-def _fault(rng: random.Random, nodes: Sequence[str], hosts: Sequence[str], kinds: Sequence[str]) -> SimFault:
-    kind = rng.choice(kinds)
+def _fault(rng: random.Random, nodes: Sequence[str], hosts: Sequence[str]) -> SimFault:
+    kind = rng.choice(KINDS)
     at_s, for_s = rng.uniform(0.0, LOAD_S), rng.choice((0.05, 0.5, 2.0, 8.0, 15.0))
     if kind == "hang" and rng.random() < 0.2:
         for_s = 120.0

@@ -288,21 +288,16 @@ class Simulation:
             open_ = [name for name, asked in self.asked.items() if not asked.ended and name not in self.excused]
             self.problems.append(f"not ended {END_S:.0f} s after the last fault: {', '.join(open_)}")
         self._check_tokens(list(self.asked))
-        held: list[str] = []
-
-        def at_rest() -> bool:
-            held[:] = self._held()
-            return not held
-
+        held = list[str]()
         for _ in range(int(REST_S)):
             world.run(lambda: False, 1.0)
-            if at_rest():
+            if not (held := self._held()):
                 break
         self.problems += [f"at rest: {each}" for each in held]
         self._ask_again()
 
     def _ask_again(self) -> None:
-        """Send requests to the cluster at rest: each is answered at once, by the first placement."""
+        """Send requests to the cluster at rest: all are answered, and hardly any is placed again."""
         rng, names = random.Random(f"again {self.schedule.seed}"), list[str]()
         for i in range(6):
             prompt = [rng.randrange(3, 2048) for _ in range(40)]

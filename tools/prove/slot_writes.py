@@ -15,19 +15,20 @@ import numpy as np
 from messenger.grants import Access
 from messenger.peer import Peer
 from tools.prove.hash_engine import HashMemory
+from tools.prove.instances import on_creation, remember, running_process
 from tools.prove.world.scheduler import ProcessState, world
 from worker.policy.slots import SlotPool
 
 
 def watch() -> None:
     """Wrap what writes slots. Once per process."""
-    _remember(SlotPool, "slot pools")
-    _remember(HashMemory, "slot memories")
+    on_creation(SlotPool, lambda pool: remember("slot pools", pool))
+    on_creation(HashMemory, lambda memory: remember("slot memories", memory))
     write, writing, read = HashMemory.write, Access.writing, Peer.read
 
     def watched_write(self: HashMemory, layer: int, slots: Any, start: int, words: Any) -> None:
         positions = np.arange(start, start + len(words))
-        _check(_process(), slots[positions // self.block_tokens].tolist(), "the engine", in_quarantine=False)
+        _check(running_process(), slots[positions // self.block_tokens].tolist(), "the engine", in_quarantine=False)
         write(self, layer, slots, start, words)
 
     def watched_writing(self: Access, rows: Any) -> Any:
@@ -35,7 +36,7 @@ def watch() -> None:
         def watched() -> Iterator[None]:
             with writing(self, rows):
                 yield
-            process = _process()
+            process = running_process()
             for memory in process.objects.get("slot memories", []):
                 if self.region is memory.host_region:
                     _check(process, memory.slots_at(rows[:, 0]), "a peer", in_quarantine=True)
@@ -43,30 +44,13 @@ def watch() -> None:
         return watched()
 
     def watched_read(self: Peer, key: Any, region: Any, slices: Any, *arguments: Any, **options: Any) -> Any:
-        reading, process = read(self, key, region, slices, *arguments, **options), _process()
+        reading, process = read(self, key, region, slices, *arguments, **options), running_process()
         memories = [each for each in process.objects.get("slot memories", []) if region is each.host_region]
         slots = [slot for memory in memories for slot in memory.slots_at(np.asarray(slices)[:, 0])]
         reading.add_done_callback(lambda _: _check(process, slots, "a read", in_quarantine=True))
         return reading
 
     HashMemory.write, Access.writing, Peer.read = watched_write, watched_writing, watched_read  # type: ignore[method-assign]
-
-
-def _process() -> ProcessState:
-    thread = world().current
-    assert thread is not None
-    return thread.process
-
-
-def _remember(kind: type[Any], name: str) -> None:
-    """Remember the objects of a class that a simulated process creates."""
-    create = kind.__init__
-
-    def init(self: Any, *arguments: Any, **options: Any) -> None:
-        create(self, *arguments, **options)
-        _process().objects.setdefault(name, []).append(self)
-
-    kind.__init__ = init
 
 
 def _check(process: ProcessState, slots: Iterable[int], who: str, *, in_quarantine: bool) -> None:

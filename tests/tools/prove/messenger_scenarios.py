@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tools.prove import imports
-from tools.prove.world import clock, futures, native_reference, queues, sockets, threads
+from tools.prove.world import basics, clock, native_reference, sockets
 from tools.prove.world.addresses import address_of
 from tools.prove.world.network import SimNetwork
 from tools.prove.world.process import Process
@@ -28,12 +28,7 @@ imports.install(
     {
         **native_reference.REPLACED,
         **sockets.REPLACED,
-        "concurrent.futures": futures,
-        "queue": queues,
-        "secrets": clock.secrets,
-        "threading": threads,
-        "time": clock.time,
-        "uuid": clock.uuid,
+        **basics.REPLACED,
     }
 )
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.prove import imports
-from tools.prove.world import clock, futures, queues, threads
+from tools.prove.world import basics
 from tools.prove.world.network import SimNetwork
 from tools.prove.world.process import Process
 from tools.prove.world.rpc import REPLACED, aio, grpc
@@ -26,12 +26,7 @@ from tools.prove.world.scheduler import World, set_world
 imports.install(
     {
         **REPLACED,
-        "concurrent.futures": futures,
-        "queue": queues,
-        "secrets": clock.secrets,
-        "threading": threads,
-        "time": clock.time,
-        "uuid": clock.uuid,
+        **basics.REPLACED,
     }
 )
 

@@ -31,20 +31,14 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[3]), str(Path(__file__).resolve().parents[3] / "proto")]
 
 from tools.prove import imports  # noqa: E402
-from tools.prove.world import clock, disk_modules, futures, queues, ssd_loops, threads  # noqa: E402
+from tools.prove.world import basics, clock, disk_modules, ssd_loops  # noqa: E402
 from tools.prove.world.disk import SimDisk  # noqa: E402
 from tools.prove.world.process import Process  # noqa: E402
 from tools.prove.world.scheduler import World, set_world  # noqa: E402
 
 imports.install(
     {
-        "concurrent.futures": futures,
-        "queue": queues,
-        "random": clock.random,
-        "secrets": clock.secrets,
-        "threading": threads,
-        "time": clock.time,
-        "uuid": clock.uuid,
+        **basics.REPLACED,
         **disk_modules.MODULES,
         **ssd_loops.SSD_MODULES,
     }

@@ -133,7 +133,6 @@ class World:
         self.processes: list[ProcessState] = []
         self.disks: dict[str, Any] = {}  # by host
         self.network: Any = None  # set by SimNetwork
-        self.after_event: Callable[[], None] | None = None
         self._most_steps = most_steps
         self._timers: list[Timer] = []
         self._runnable: list[SimThread] = []
@@ -142,7 +141,6 @@ class World:
         self._digest = hashlib.blake2b(digest_size=16)
         self.story: list[tuple[int, str, str]] = []
         self.problems: list[str] = []
-        self.failure: BaseException | None = None
         self._threads: dict[greenlet, SimThread] = {}
         self._is_closed = False
 
@@ -323,10 +321,6 @@ class World:
             self.num_steps += 1
             if self.num_steps > self._most_steps:
                 raise TooLong(f"more than {self._most_steps} steps")
-            if self.failure is not None:
-                raise self.failure
-            if self.after_event is not None:
-                self.after_event()
             if self.now_ns > end_ns:
                 return until()
         return True
