@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from conductor.policy.objectives import SloClass, SloRecord
 from conductor.server import ConductorConfig, serve_conductor
 from frontend.api.request_models import CompletionBody
-from frontend.callers import ApiCaller
+from frontend.callers import ApiCaller, Quota
 from frontend.config import FrontendConfig, ServedModelConfig
 from frontend.errors import ApiError
 from frontend.prepare import RequestContext
@@ -25,6 +26,7 @@ from moonpool.role_process.worker import serve_worker
 from settings.keys import assemble
 from settings.node import NodeSettings
 from settings.worker import BUNDLED_MODEL, BlockSettings
+from tools.prove.paths import BATCH, URGENT
 from tools.prove.schedule import BLOCK_TOKENS
 from tools.prove.world.clock import time
 from tools.prove.world.disk import SimDisk
@@ -37,7 +39,7 @@ from worker.config import WorkerConfig
 SimPath = MODULES["pathlib"].Path
 log = logging.getLogger(__name__)
 
-MODEL = "hash"
+_CALLER = ApiCaller("tenant", quota=Quota(requests_per_minute=10**6, tokens_per_minute=10**9, max_concurrent=1000))
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,14 @@ class SimShape:
     capacity_tokens: int = 512
     pool_bytes: int = 1 << 20
     ssd_bytes: int = 0  # 0: pools have no SSD
+    windows: tuple[int, ...] = (0, 0, 0)  # number of tokens that each layer of the model sees; 0: all
+    window_slots: int = 0
+    overrun: float = 0.0  # probability that an answer needs more slots than are reserved
+
+    @property
+    def model(self) -> str:
+        """Name of the model, which `hash_model` understands."""
+        return "-".join(["hash", *(map(str, self.windows) if any(self.windows) else ())])
 
 
 @dataclass
@@ -140,6 +150,8 @@ class SimCluster:
             ConductorConfig,
             node_id=node.name,
             listen=f"{node.host}:7000",
+            objectives=SloRecord(classes={URGENT: SloClass(priority=-1), BATCH: SloClass(priority=1)}),
+            overrun_probability=self.shape.overrun,
         )
         return lambda: serve_conductor(config, self._stop(node), self._ready(node))
 
@@ -174,11 +186,12 @@ class SimCluster:
             conductor_targets=self.conductor_targets,
             pool_target=f"{node.host}:7100",
             model=BUNDLED_MODEL,
-            served_model_name=(MODEL,),
+            served_model_name=(self.shape.model,),
             threads=1,
             device="cpu",
             block_tokens=BLOCK_TOKENS,
             capacity_tokens=self.shape.capacity_tokens,
+            window_slots=self.shape.window_slots,
             prefill_chunk_tokens=32,
             host_id=node.host,
             messenger=self._messenger(node, port + 1),
@@ -187,7 +200,7 @@ class SimCluster:
 
     def _frontend(self, node: Node) -> Callable[[], Coroutine[Any, Any, Any]]:
         config = FrontendConfig(
-            models=(ServedModelConfig(Path(BUNDLED_MODEL), MODEL),),
+            models=(ServedModelConfig(Path(BUNDLED_MODEL), self.shape.model),),
             conductor_targets=self.conductor_targets,
             blocks=BlockSettings(block_tokens=BLOCK_TOKENS),
             node=NodeSettings(node.name),
@@ -227,6 +240,8 @@ class AskedRequest:
     ended: bool = False
     ends: int = 0
     attempts: int = 0  # placements, over all choices
+    sent_ns: int = 0  # of the world; 0: not sent yet
+    leave: Callable[[], None] | None = None  # lets the client leave; any thread
 
     @property
     def prompt(self) -> list[int]:
@@ -236,7 +251,8 @@ class AskedRequest:
 
 async def ask(service: Service, asked: AskedRequest, leaves: Leaving, on_end: Callable[[AskedRequest], None]) -> None:
     """Send a request to a frontend; its connection breaks after `leaves.after_s`, if that is not negative."""
-    asking = asyncio.create_task(_ask(service, asked, leaves.after_tokens))
+    asking, loop = asyncio.create_task(_ask(service, asked, leaves.after_tokens)), asyncio.get_running_loop()
+    asked.leave = lambda: loop.call_soon_threadsafe(asking.cancel)  # type: ignore[assignment]
     await asyncio.wait([asking], timeout=leaves.after_s if leaves.after_s >= 0 else None)
     if not asking.done():
         asking.cancel()
@@ -253,13 +269,14 @@ async def _ask(service: Service, asked: AskedRequest, leaves_after: int) -> None
 
     The client leaves after `leaves_after` tokens, unless that is negative.
     """
-    caller = ApiCaller("")
+    caller = _CALLER
     reservation = service.quotas.enter(caller)
     try:
         try:
             body = CompletionBody.model_validate(asked.body)
             model = await service.admit(body.model)
             context = RequestContext(time.monotonic(), caller)
+            context = replace(context, slo_class=context.class_beside(body.slo_class))
             requests = asked.requests = await model.preparer.completion(body, context)
             reservation.reserve(requests)
         except BaseException:

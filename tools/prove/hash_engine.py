@@ -5,6 +5,7 @@ Sampling, penalties, grammars and log-probabilities are those of the native engi
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine import KvGroupShape
+from engine.rolling import DEFAULT_SINKS, RollingWindow
 from kvpool import KvSpec, Provenance
 from messenger import Messenger
 from messenger.staging import READY, Ticket
@@ -26,13 +28,14 @@ from worker.request import EngineSequence, Request
 from worker.slot_memory import EngineMemory, SlotMemory, spec_of, windows_of
 from worker.transformer import sample_tokens, score_prompts
 
-_HEAD_DIM = 8
-_WORDS = 2 * _HEAD_DIM * 2 // 4  # k and v of one head in float16
 
+def hash_model(name: str, *, vocab_size: int, head_dim: int) -> HashModel:
+    """Return the model of a name, which may end with the number of tokens that each layer sees: hash-0-12-12.
 
-def hash_model(name: str, *, vocab_size: int, windows: tuple[int, ...] = (0, 0, 0)) -> HashModel:
-    """Return the model of that name."""
-    return HashModel(name, windows, _WORDS, vocab_size)
+    A token has k and v of one head in float16 in each layer.
+    """
+    base, *windows = name.split("-")
+    return HashModel(base, tuple(map(int, windows)) or (0, 0, 0), head_dim, vocab_size)
 
 
 @dataclass(frozen=True)
@@ -65,20 +68,36 @@ class HashMemory(EngineMemory):
     def write(self, layer: int, slots: NDArray[np.int32], start: int, words: Words) -> None:
         """Write `words` [n, words] of tokens from position `start` on; `slots` is the sequence's table."""
         positions = np.arange(start, start + len(words))
-        where = self.numbers(self.place_of_layer[layer][0], slots[positions // self.block_tokens])
+        where = self._where(layer, slots, positions)
         rows = words.reshape(len(words), 2, -1)
         self._layers[layer][where, :, positions % self.block_tokens] = rows
 
     def read(self, layer: int, slots: NDArray[np.int32], start: int, end: int) -> Words:
         """Return the words [n, words] that the slots hold of tokens [start, end)."""
         positions = np.arange(start, end)
-        where = self.numbers(self.place_of_layer[layer][0], slots[positions // self.block_tokens])
+        where = self._where(layer, slots, positions)
         found = self._layers[layer][where, :, positions % self.block_tokens]
         return np.ascontiguousarray(found.reshape(len(positions), -1))
 
+    def _where(self, layer: int, slots: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers of the slots with these positions within the layer's group."""
+        where = self.numbers(self.place_of_layer[layer][0], slots[positions // self.block_tokens])
+        if len(where) and where.min() < 0:
+            world().problem(f"wrong tokens: a step uses a block that has no slot in the window of layer {layer}")
+        return where
+
     def slots_at(self, offsets: NDArray[np.int64]) -> list[int]:
-        """Return the slots of the first group that begin before these offsets of the region."""
-        found: list[int] = ((offsets - self._base[0]) // self._slot_nbytes[0]).tolist()
+        """Return the blocks with the slots that begin before these offsets of the region.
+
+        The slot of a window may have no block now: then -1.
+        """
+        found = list[int]()
+        for offset in offsets.tolist():
+            group = bisect.bisect_right(self._base, offset) - 1
+            slot = (offset - self._base[group]) // self._slot_nbytes[group]
+            if self.windows is not None and group in self.spec.windowed:
+                slot = next(iter(np.flatnonzero(self.windows.slot_of == slot).tolist()), -1)
+            found.append(slot)
         return found
 
     def groups_to_host(self, slots: Sequence[int], groups: Sequence[int]) -> Ticket:
@@ -112,7 +131,7 @@ class HashSteps:
     ) -> list[SampledToken | None]:
         """As StepRunner.run."""
         parts = [(s, s.num_computed, s.num_tokens) for s in decoding] + [(s, c.start, c.end) for s, c in chunks]
-        tables = [sequence.table for sequence, _, _ in parts]  # may be replaced by longer ones meanwhile
+        tables = [self._table(*part) for part in parts]  # first: they may be replaced by longer ones meanwhile
         seen = [np.zeros(end - start, np.uint64) for _, start, end in parts]
         tokens = sum(end - start for _, start, end in parts)
         num_layers = len(self._model.windows)
@@ -120,8 +139,8 @@ class HashSteps:
             if before_layer is not None:
                 before_layer(layer)
             for i, (sequence, start, end) in enumerate(parts):
-                seen[i] = self._layer(layer, tables[i], sequence.tokens[start:end], start, end, seen[i])
-            step_s = world().step_s + tokens * world().token_s
+                seen[i] = self._layer(layer, tables[i], sequence, start, end, seen[i])
+            step_s = world().pace.step_s + tokens * world().pace.token_s
             world().park(step_s / num_layers * world().chance.uniform(0.5, 1.5))
             if on_layer is not None:
                 on_layer(layer)
@@ -137,15 +156,38 @@ class HashSteps:
         scored = score_prompts(torch.from_numpy(np.stack(logits)), len(decoding), chunks)
         return sample_tokens(scored, rows)
 
+    def _table(self, sequence: EngineSequence, start: int, end: int) -> NDArray[np.int32]:
+        """Return the slot of each block of tokens [0, end), as far as tokens [start, end) see it."""
+        rolling, table = sequence.rolling, sequence.table
+        if rolling is None:
+            return table
+        turns = table[np.arange(-(-end // rolling.block_tokens)) % (len(table) - 1)]
+        if rolling.start(start) != sequence.slid:
+            self._slide(sequence, turns, rolling)
+            sequence.slid, sequence.has_sinks = rolling.start(start), True
+        return turns
+
+    def _slide(self, sequence: EngineSequence, table: NDArray[np.int32], rolling: RollingWindow) -> None:
+        """Copy the sinks to their slot before the first slide; layers with windows see none."""
+        if not sequence.has_sinks and rolling.sinks:
+            for layer, window in enumerate(self._model.windows):
+                if not window:
+                    words = self._memory.read(layer, table, 0, rolling.sinks)
+                    self._memory.write(layer, sequence.table[-1:], 0, words)
+
     def _layer(
-        self, layer: int, table: NDArray[np.int32], ids: NDArray[np.int32], start: int, end: int, below: Hashes
+        self, layer: int, table: NDArray[np.int32], sequence: EngineSequence, start: int, end: int, below: Hashes
     ) -> Hashes:
         """Write the layer of tokens [start, end); return what they see of it, read back from the slots."""
-        model, memory = self._model, self._memory
-        memory.write(layer, table, start, model.layer_words(layer, start, ids, below))
-        window = model.windows[layer]
-        first = max(0, start + 1 - window) if window else 0
-        return model.seen(layer, model.read(first, memory.read(layer, table, first, end)), first, start)
+        model, memory, rolling = self._model, self._memory, sequence.rolling
+        memory.write(layer, table, start, model.layer_words(layer, start, sequence.tokens[start:end], below))
+        window, slid = model.windows[layer], 0 if rolling is None else rolling.start(start)
+        first = max(slid, start + 1 - window) if window else slid
+        found = model.seen(layer, model.read(first, memory.read(layer, table, first, end)), first, start)
+        if rolling is not None and rolling.sinks and slid and not window:
+            sinks = memory.read(layer, sequence.table[-1:], 0, rolling.sinks)
+            found = found + model.read(0, sinks).sum(dtype=np.uint64)
+        return found
 
     def settle(self) -> None:
         """Nothing is queued ahead."""
@@ -171,7 +213,7 @@ class HashEngine(SteppedEngine):
         groups: dict[int, KvGroupShape] = {}
         for layer, window in enumerate(self.model.windows):
             kind = "window" if window else "full"
-            known = groups.get(window) or KvGroupShape(kind, window, (), 1, _HEAD_DIM, "float16")
+            known = groups.get(window) or KvGroupShape(kind, window, (), 1, self.model.words, "float16")
             groups[window] = replace(known, layers=(*known.layers, layer))
         return [groups[window] for window in sorted(groups)]
 
@@ -185,6 +227,15 @@ class HashEngine(SteppedEngine):
     def warm_up(self) -> None:
         """Nothing has to be compiled."""
 
+    @property
+    def default_sinks(self) -> int:  # type: ignore[override]
+        """As that of the transformer."""
+        return DEFAULT_SINKS if 0 in self.model.windows else 0
+
     def check(self, request: Request) -> None:
-        if request.rolling is not None:
-            raise RequestRefused("unsupported", "the hash model has no windows of endless requests")
+        rolling, windows = request.rolling, self.model.windows
+        if rolling is not None:
+            if rolling.sinks and 0 not in windows:
+                raise RequestRefused("bad_endless", "endless: sinks must be 0, since all layers have windows")
+            if 0 in windows and rolling.window < rolling.block_tokens + max(windows):
+                raise RequestRefused("bad_endless", "endless: window must be a block more than the model's own")

@@ -8,7 +8,7 @@ does: no node, slot, epoch or attempt enters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,10 +81,17 @@ class HashModel:
 
 
 class ReferenceSequence:
-    """The model's logits for one sequence, without slots: the same sums, over arrays of its own."""
+    """The model's logits for one sequence, without slots: the same sums, over arrays of its own.
 
-    def __init__(self, model: HashModel, ids: Sequence[int]) -> None:
+    `begins(position)`: the first token that the one at a position sees; it also sees the first `sinks` ones, except in
+    layers with windows.
+    """
+
+    def __init__(
+        self, model: HashModel, ids: Sequence[int], begins: Callable[[int], int] = lambda _: 0, sinks: int = 0
+    ) -> None:
         self._model = model
+        self._begins, self._sinks = begins, sinks
         self._hashes: list[Hashes] = [np.zeros(0, np.uint64) for _ in model.windows]
         self._last = np.uint64(0)
         self._extend(np.asarray(ids, np.int32))
@@ -103,5 +110,16 @@ class ReferenceSequence:
         for layer in range(len(model.windows)):
             words = model.layer_words(layer, start, ids, seen)
             self._hashes[layer] = np.concatenate([self._hashes[layer], model.read(start, words)])
-            seen = model.seen(layer, self._hashes[layer], 0, start)
+            seen = self._seen(layer, start)
         self._last = seen[-1]
+
+    def _seen(self, layer: int, start: int) -> Hashes:
+        hashes, window = self._hashes[layer], self._model.windows[layer]
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(hashes, dtype=np.uint64)])
+        ends = np.arange(start, len(hashes)) + 1
+        slid = np.array([self._begins(position) for position in range(start, len(hashes))])
+        if window:
+            found: Hashes = sums[ends] - sums[np.maximum(slid, ends - window)]
+        else:
+            found = sums[ends] - sums[slid] + np.where(slid > 0, sums[self._sinks], np.uint64(0))
+        return found

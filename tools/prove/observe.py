@@ -6,7 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from conductor.policy.placement import copying
 from conductor.service import ConductorService
+from frontend.callers import TenantQuotas
 from frontend.grammars import GrammarChecker
 from frontend.service import Service
 from kvpool import node_metrics
@@ -18,17 +22,19 @@ from messenger.frames import Write
 from messenger.grants import GrantTable
 from messenger.tcp.transport import TcpResponder
 from moonpool_proto.v1.common_pb2 import JsonRequest
-from tools.prove import slot_writes
+from tools.prove import moments, slot_writes, wire_flips
 from tools.prove.instances import on_creation, remember, running_process
 from tools.prove.world.scheduler import ProcessState, world
 from worker.grammar_matching import GrammarCompiler
 from worker.node import WorkerNode
+from worker.node_slots import NodeSlots
 
 
 def observe() -> None:
     """Let the invariants see the objects whose state they check. Once per process."""
     on_creation(WorkerNode, lambda node: remember("validate", lambda: node.validate()[0]))
     on_creation(WorkerNode, lambda node: remember("validate", lambda: _grants(node)))
+    on_creation(NodeSlots, lambda slots: remember("node slots", slots))
     on_creation(PoolNode, lambda node: remember("validate", lambda: node_metrics.validate(node)["problems"]))
     on_creation(PoolNode, lambda node: remember("arena", lambda: node.memory.array))
     for kind in (GrammarCompiler, GrammarChecker):  # their processes are not simulated
@@ -38,13 +44,23 @@ def observe() -> None:
     _watch_writes()
     _watch_pool_slots()
     slot_writes.watch()
+    moments.watch()
+    _copy_eagerly()
+    wire_flips.watch()
     on_creation(Service, lambda service: remember("validate", lambda: service.validate()["problems"]))
+    on_creation(TenantQuotas, lambda quotas: remember("validate", lambda: _places(quotas)))
 
 
 def _grants(node: WorkerNode) -> list[str]:
     """Return the problem that grants of a worker are left."""
     count = node.messenger._grants.counts()[1]
     return [f"{count} grants are left"] if count else []
+
+
+def _places(quotas: TenantQuotas) -> list[str]:
+    """Return which tenants' quotas count requests as running."""
+    running = {tenant: quota.num_running for tenant, quota in quotas._tenants.items() if quota.num_running}
+    return [f"{count} requests of {tenant} count as running" for tenant, count in running.items()]
 
 
 def _validated(service: ConductorService) -> list[str]:
@@ -126,6 +142,19 @@ def _watch_pool_slots() -> None:
 
     PoolNode.write_key, PoolNode.own_read, PoolCore.pin = watched_write_key, watched_own_read, watched_pin  # type: ignore[method-assign]
     TierSpace.free_slots, TierSpace.free = watched_free_slots, watched_free  # type: ignore[method-assign]
+
+
+def _copy_eagerly() -> None:
+    """Let conductors copy every prefix to a pool that lacks it, in schedules that say so: whether it pays is policy."""
+    ahead = copying._ahead_of_need
+
+    def eager(context: Any, nodes: Any, prefixes: Any, scores: Any, uses: float) -> Any:
+        if not world().pace.copies_all:
+            return ahead(context, nodes, prefixes, scores, uses)
+        without = np.flatnonzero(~copying._has_prefix(context.state, prefixes) & (nodes.pool_slots >= 0))
+        return copying._begin(context, nodes, prefixes, int(without[0])) if len(without) else None
+
+    copying._ahead_of_need = eager
 
 
 def membership(process: ProcessState, expected: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tools.prove import imports
 from tools.prove.world import basics, disk_modules, native_reference, rpc, sockets, ssd_loops
+from tools.prove.world.scheduler import world
 
 
 def _load_engine(config: Any) -> Any:
@@ -16,7 +17,8 @@ def _load_engine(config: Any) -> Any:
 
     model = read_config(config.model.path)
     limits = HashLimits(model.vocab_size, model.max_positions, model.eos_token_ids)
-    return HashEngine(hash_model(config.model.name, vocab_size=model.vocab_size), limits)
+    hashed = hash_model(config.model.name, vocab_size=model.vocab_size, head_dim=world().pace.head_dim)
+    return HashEngine(hashed, limits)
 
 
 def install() -> None:

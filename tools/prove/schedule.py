@@ -33,7 +33,9 @@ class RequestPlan:
 class SimFault:
     """A fault for `for_s` seconds. `target` and `other` name nodes or hosts.
 
-    It begins at `at_s`; or, if `after_steps` is positive, when the node `target` has run so many steps after that.
+    It begins at `at_s`; or, if `after_steps` is positive, when the node `target` has run so many steps after that; or,
+    with a `moment`, `delay_s` after that has happened for the `nth` time. Then `target` is the node where it happens
+    ("here"), the one that takes part ("there"), or a conductor.
     """
 
     kind: str
@@ -42,15 +44,45 @@ class SimFault:
     target: str
     other: str = ""
     after_steps: int = 0
+    moment: str = ""
+    nth: int = 1
+    delay_s: float = 0.0
 
 
-KINDS = ("kill", "hang", "cut", "cut one way", "slow", "reset", "host", "stop", "flip", "disk")
+KINDS = (
+    "kill",
+    "hang",
+    "cut",
+    "cut one way",
+    "slow",
+    "garbles",
+    "reset",
+    "host",
+    "stop",
+    "flip",
+    "disk",
+    "all leave",
+    "impatient",
+)
+MOMENTS = (
+    "scheduled",
+    "placed",
+    "reserved",
+    "given up",
+    "waits",
+    "gets slots",
+    "lands",
+    "reads",
+    "put",
+    "leased",
+    "copies",
+)
 DISK_FAULTS = ("lies", "full", "slow", "stalled", "read_errors", "write_errors", "flip")
 
 
 @dataclass(frozen=True)
 class SchedulePace:
-    """Durations of the engine and the network, and sizes of the pools."""
+    """Durations of the engine and the network, sizes of KV and of the pools, and what conductors copy."""
 
     step_s: float
     token_s: float
@@ -59,35 +91,46 @@ class SchedulePace:
     pool_bytes: int
     ssd_bytes: int
     capacity_tokens: int
+    head_dim: int  # of the model: its KV takes 12 times as many bytes per token
+    copies_all: bool  # conductors copy every prefix that they place, whether it pays or not
+    handle_s: float  # most that a slow handle of an event loop takes; 0: none is slow
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """All of one run."""
+    """All of one run. `at_rest`: fields of the requests that are sent in the end, in turn."""
 
     seed: int
     pace: SchedulePace
     requests: tuple[RequestPlan, ...]
     faults: tuple[SimFault, ...]
+    at_rest: tuple[Mapping[str, Any], ...] = ()
 
 
 def draw(seed: int, nodes: Sequence[str], hosts: Sequence[str], frontends: int) -> Schedule:
     """Draw the workload and the faults of a seed. `nodes` are those that may fail, with frontends last."""
     rng = random.Random(f"schedule {seed}")
+    head_dim = rng.choice((8, 8, 8, 64, 512))
+    pool_bytes, ssd_bytes = rng.choice(((1 << 20, 0), (64 << 10, 0), (64 << 10, 1 << 20)))
     pace = SchedulePace(
-        rng.choice((2e-3, 10e-3, 40e-3)),
-        rng.choice((20e-6, 200e-6, 1e-3)),
-        rng.choice((50e-6, 500e-6, 3e-3)),
-        rng.choice((2e5, 2e6, 1e9)),
-        *rng.choice(((1 << 20, 0), (64 << 10, 0), (64 << 10, 1 << 20))),
-        rng.choice((256, 512)),
+        step_s=rng.choice((2e-3, 10e-3, 40e-3)),
+        token_s=rng.choice((20e-6, 200e-6, 1e-3)),
+        latency_s=rng.choice((50e-6, 500e-6, 3e-3)),
+        bytes_per_s=rng.choice((2e5, 2e6, 1e9)) * (1 if head_dim < 512 else 10),
+        pool_bytes=pool_bytes * head_dim // 8,
+        ssd_bytes=ssd_bytes * head_dim // 8,
+        capacity_tokens=rng.choice((192, 256, 512)),
+        head_dim=head_dim,
+        copies_all=rng.random() < 0.5,
+        handle_s=rng.choice((0.0, 0.0, 0.0, 2e-3, 20e-3)),
     )
     # Documents share paragraphs of whole blocks, in other places.
     paragraphs = [[rng.randrange(3, 2048) for _ in range(BLOCK_TOKENS * rng.randrange(1, 4))] for _ in range(5)]
-    chosen = [rng.choices(paragraphs, k=rng.randrange(2, 6)) for _ in range(3)]
+    chosen = [rng.choices(paragraphs, k=rng.randrange(2, 11 if rng.random() < 0.2 else 6)) for _ in range(3)]
     documents = [[token for paragraph in each for token in paragraph] for each in chosen]
     requests: list[RequestPlan] = []
-    for i in range(rng.randrange(4, 15)):
+    most_s = rng.choice((LOAD_S, LOAD_S, LOAD_S / 10))  # until the last one is sent
+    for i in range(rng.randrange(4, 15) if most_s == LOAD_S else rng.randrange(8, 20)):
         body: dict[str, Any] = {
             "max_tokens": rng.choice((1, 2, 5, 12, 24, 40)),
             "temperature": 0.0,
@@ -119,7 +162,7 @@ def draw(seed: int, nodes: Sequence[str], hosts: Sequence[str], frontends: int) 
         body["prompt"] = prompt
         requests.append(
             RequestPlan(
-                f"r{i}", rng.uniform(0.0, LOAD_S), rng.randrange(frontends), body, leaves, leaves_s, follows, new
+                f"r{i}", rng.uniform(0.0, most_s), rng.randrange(frontends), body, leaves, leaves_s, follows, new
             )
         )
     faults = [_fault(rng, nodes, hosts) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))]
@@ -127,11 +170,13 @@ def draw(seed: int, nodes: Sequence[str], hosts: Sequence[str], frontends: int) 
 
 
 def _fault(rng: random.Random, nodes: Sequence[str], hosts: Sequence[str]) -> SimFault:
+    if rng.random() < 0.6:
+        return _fault_at_moment(rng)
     kind = rng.choice(KINDS)
     at_s, for_s = rng.uniform(0.0, LOAD_S), rng.choice((0.05, 0.5, 2.0, 8.0, 15.0))
     if kind == "hang" and rng.random() < 0.2:
         for_s = 120.0
-    if kind in ("cut", "cut one way", "slow", "reset"):
+    if kind in ("cut", "cut one way", "slow", "garbles", "reset"):
         target, other = rng.sample(list(hosts), 2)
         return SimFault(kind, at_s, for_s, target, other)
     if kind == "host":
@@ -141,4 +186,20 @@ def _fault(rng: random.Random, nodes: Sequence[str], hosts: Sequence[str]) -> Si
         return SimFault(kind, at_s, for_s, host, rng.choice(DISK_FAULTS))
     if kind == "flip":
         return SimFault(kind, at_s, 0.0, rng.choice([node for node in nodes if node.startswith("pool")]))
+    if kind in ("all leave", "impatient"):
+        return SimFault(kind, at_s, for_s, "")
     return SimFault(kind, at_s, for_s, rng.choice(nodes), after_steps=rng.choice((0, rng.randrange(1, 600))))
+
+
+def _fault_at_moment(rng: random.Random) -> SimFault:
+    kind = rng.choice(("leave", "leave", "kill", "kill", "hang", "stop", "cut", "cut one way", "slow", "reset", "host"))
+    for_s = rng.choice((0.05, 0.5, 2.0, 8.0, 15.0, 45.0))
+    return SimFault(
+        kind,
+        rng.uniform(0.0, 0.8 * LOAD_S),
+        for_s,
+        rng.choice(("here", "here", "there", "there", "conductor-0")),
+        moment=rng.choice(MOMENTS),
+        nth=rng.choice((1, 1, 1, 2, 3, 6)),
+        delay_s=rng.choice((0.0, 1e-4, 1e-3, 1e-2, 0.1)) * rng.random(),
+    )

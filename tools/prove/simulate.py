@@ -10,16 +10,20 @@ from dataclasses import asdict, dataclass, field, replace
 
 from frontend.tokenizer import Tokenizer
 from settings.worker import BUNDLED_MODEL
-from tools.prove.cluster import MODEL, AskedRequest, Leaving, Node, SimCluster, SimShape, ask
+from tools.prove import entered, grammar_process
+from tools.prove.cluster import AskedRequest, Leaving, SimCluster, SimShape, ask
+from tools.prove.faults import Faults
 from tools.prove.hash_engine import hash_model
+from tools.prove.liveness import Liveness
 from tools.prove.observe import membership, observe
-from tools.prove.reference import expected_tokens
-from tools.prove.schedule import LOAD_S, RequestPlan, Schedule, SimFault, draw
+from tools.prove.paths import draw_paths, with_paths
+from tools.prove.reference import expected_answer
+from tools.prove.schedule import LOAD_S, MOMENTS, RequestPlan, Schedule, draw
 from tools.prove.world.network import SimNetwork
-from tools.prove.world.process import Process
 from tools.prove.world.scheduler import Deadlock, TooLong, World, set_world
 
 START_S = 60.0  # of virtual time, for all nodes to be ready
+QUIET_S = 30.0  # after the last request, if there are no faults
 END_S = 180.0  # after the last fault, until every request has ended
 MOST_STALE = 3  # connections between workers that broke unnoticed
 AGAIN_S = 30.0  # for requests to a cluster at rest
@@ -27,7 +31,7 @@ REST_S = 90.0  # until nothing is held; longer than leases whose holder was lost
 
 _POLL = "/moonpool.v1.Conductor/Cluster at "  # which frontends repeat all the time
 # It was asked to end; or no worker of the model was left for the grace period, or all attempts failed.
-_MAY_FAIL = ("frontend is shutting down", "no node can serve model", "has joined", "failed after 5 attempts")
+_MAY_FAIL = ("frontend is shutting down", "no node can serve model", "has joined", "failed after ")
 _tokenizers: list[Tokenizer] = []
 
 
@@ -35,6 +39,8 @@ def warm_up() -> None:
     """Load what all schedules share, once per process."""
     if not _tokenizers:
         observe()
+        entered.watch()
+        grammar_process.install()
         _tokenizers.append(Tokenizer(BUNDLED_MODEL))
 
 
@@ -65,14 +71,15 @@ class Simulation:
         set_world(self.world)
         pace = schedule.pace
         self.network = SimNetwork(self.world, latency_s=pace.latency_s, bytes_per_s=pace.bytes_per_s)
-        self.world.step_s, self.world.token_s = pace.step_s, pace.token_s
+        self.world.pace, self.world.handle_s = pace, pace.handle_s
+        grammar_process.set_rest(False)
         self.cluster = SimCluster(self.world, self.network, shape, _tokenizers[0])
         self.schedule = schedule
         self.asked = {plan.name: AskedRequest(plan.name, plan.body) for plan in schedule.requests}
         self.problems = self.world.problems
         self.excused: dict[str, str] = {}
         self._waiting: dict[str, list[RequestPlan]] = {}
-        self._pending_faults = len(schedule.faults)
+        self.faults = Faults(self.world, self.network, self.cluster, self.asked, schedule.faults)
 
     # Requests
 
@@ -90,6 +97,7 @@ class Simulation:
             self._excuse(asked.name, "its frontend was down")
             return
         self.world.tell("client", f"sends {plan.name} to {node.name}")
+        asked.sent_ns = self.world.now_ns
         process, service = node.process, node.service
         assert process is not None
         process.at_death.append(lambda: self._excuse(asked.name, "its frontend died"))
@@ -112,128 +120,6 @@ class Simulation:
     def _follow(self, name: str) -> None:
         for plan in self._waiting.pop(name, []):
             self.world.at(0.01, lambda plan=plan: self._send(plan))  # type: ignore[misc]
-
-    # Faults
-
-    def _arm(self, fault: SimFault) -> None:
-        process = None if not fault.after_steps else self.cluster.nodes[fault.target].process
-        if process is None or process.is_dead:
-            self._begin(fault)
-        else:
-            process.call_after(fault.after_steps, lambda: self._begin(fault))
-
-    def _begin(self, fault: SimFault) -> None:
-        self.world.tell("fault", f"{fault.kind} {fault.target} {fault.other} for {fault.for_s} s")
-        cluster, network = self.cluster, self.network
-        end = self._fault_ended
-        if fault.kind in ("cut", "cut one way", "slow"):
-            ways = [(fault.target, fault.other), (fault.other, fault.target)][: 1 if "one" in fault.kind else 2]
-            for way in ways:
-                if fault.kind == "slow":
-                    network.link(*way).slower = 300.0
-                else:
-                    network.cut(*way)
-
-            def heal() -> None:
-                for way in ways:
-                    network.link(*way).slower = 1.0
-                    network.heal(*way)
-                end(fault)
-
-            self.world.at(fault.for_s, heal)
-        elif fault.kind == "reset":
-            network.reset(fault.target, fault.other)
-            end(fault)
-        elif fault.kind == "disk":
-            self._disk_fault(fault)
-        elif fault.kind == "host":
-            network.kill_host(fault.target)
-            nodes = [node for node in cluster.nodes.values() if node.host == fault.target]
-            for node in nodes:
-                cluster.kill(node)
-            if fault.target in cluster.disks:
-                cluster.disks[fault.target].crash(self.world.chance)
-
-            def revive() -> None:
-                network.revive_host(fault.target)
-                for node in nodes:
-                    self._restart(node)
-                end(fault)
-
-            self.world.at(fault.for_s, revive)
-        elif fault.kind == "flip":
-            self._flip(cluster.nodes[fault.target])
-            end(fault)
-        else:
-            self._node_fault(fault, cluster.nodes[fault.target])
-
-    def _disk_fault(self, fault: SimFault) -> None:
-        disk = self.cluster.disks.get(fault.target)
-        if disk is None:
-            self._fault_ended(fault)
-            return
-        values = {"slow": 50.0, "read_errors": 0.3, "write_errors": 0.3}
-        if fault.other == "flip":
-            self.world.tell("fault", f"a bit is flipped: {disk.flip(self.world.chance, under='/disk')}")
-            self._fault_ended(fault)
-            return
-        setattr(disk, fault.other, values.get(fault.other, True))
-
-        def mend() -> None:
-            setattr(disk, fault.other, {"slow": 1.0, "read_errors": 0.0, "write_errors": 0.0}.get(fault.other, False))
-            self._fault_ended(fault)
-
-        self.world.at(fault.for_s, mend)
-
-    def _node_fault(self, fault: SimFault, node: Node) -> None:
-        process = node.process
-        if process is None or process.is_dead or process.is_paused:
-            self._fault_ended(fault)
-            return
-        if fault.kind == "kill":
-            self.cluster.kill(node)
-            self.world.at(fault.for_s, lambda: self._restart_after(fault, node))
-        elif fault.kind == "hang":
-            self.world.pause(process)
-            self.world.at(fault.for_s, lambda: self._go_on_after(fault, process))
-        elif fault.kind == "stop":
-            self.cluster.shut_down(node)
-
-            def restart() -> None:
-                if process.is_dead:
-                    self._restart(node)
-                    self._fault_ended(fault)
-                else:
-                    self.world.at(0.5, restart)
-
-            self.world.at(fault.for_s, restart)
-
-    def _restart_after(self, fault: SimFault, node: Node) -> None:
-        self._restart(node)
-        self._fault_ended(fault)
-
-    def _go_on_after(self, fault: SimFault, process: Process) -> None:
-        self.world.go_on(process)
-        self._fault_ended(fault)
-
-    def _restart(self, node: Node) -> None:
-        if not node.is_alive and node.host not in self.network.dead_hosts:
-            self.cluster.start(node)
-
-    def _flip(self, node: Node) -> None:
-        if node.process is None or node.process.is_dead:
-            return
-        for arena in node.process.objects.get("arena", []):
-            array = arena()
-            used = array.nonzero()[0]
-            if len(used):
-                index = int(used[self.world.chance.randrange(len(used))])
-                array[index] ^= 1 << self.world.chance.randrange(8)
-                self.world.tell("fault", f"a bit of byte {index} of the arena of {node.name} is flipped")
-
-    def _fault_ended(self, fault: SimFault) -> None:
-        self._pending_faults -= 1
-        self.world.tell("fault", f"{fault.kind} {fault.target} is over")
 
     # The run
 
@@ -262,7 +148,10 @@ class Simulation:
                 "refused": sum(bool(each.error) for each in outcomes),
                 "excused": len(self.excused),
                 "placed again": sum(max(0, each.attempts - len(each.requests)) for each in outcomes),
+                "left": sum(each.ended and not each.finish and not each.error for each in outcomes),
                 "faults": len(schedule.faults),
+                **{f"moment {name}": self.faults.moments.get(name, 0) for name in MOMENTS},
+                **entered.taken(),
             },
             [f"{at / 1e9:10.6f} {who}: {what}" for at, who, what in world.story if _POLL not in what],
         )
@@ -278,11 +167,13 @@ class Simulation:
         world.run(lambda: False, 2.0)  # frontends have seen the cluster
         for plan in self.schedule.requests:
             world.at(plan.at_s, lambda plan=plan: self._send(plan))  # type: ignore[misc]
-        for fault in self.schedule.faults:
-            world.at(fault.at_s, lambda fault=fault: self._arm(fault))  # type: ignore[misc]
+        self.faults.begin()
+        Liveness(world, cluster, self.faults, self.asked, self.excused).begin()
         world.run(lambda: False, LOAD_S)
-        world.run(lambda: not self._pending_faults, END_S)
-        if self._pending_faults:
+        if not self.schedule.faults and not world.run(self._all_ended, QUIET_S):
+            self.problems.append(f"not ended {QUIET_S:.0f} s after the load, without a fault")
+        world.run(lambda: not self.faults.pending, END_S)
+        if self.faults.pending:
             self.problems.append("a node that was asked to end has not ended")
         if not world.run(self._all_ended, END_S):
             open_ = [name for name, asked in self.asked.items() if not asked.ended and name not in self.excused]
@@ -299,13 +190,17 @@ class Simulation:
     def _ask_again(self) -> None:
         """Send requests to the cluster at rest: all are answered, and hardly any is placed again."""
         rng, names = random.Random(f"again {self.schedule.seed}"), list[str]()
+        grammar_process.set_rest(True)
+        at_rest = self.schedule.at_rest or [{"ignore_eos": True}]
         for i in range(6):
             prompt = [rng.randrange(3, 2048) for _ in range(40)]
-            body = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, "prompt": prompt}
+            body = {"max_tokens": 6, "temperature": 0.0, "prompt": prompt, **at_rest[i % len(at_rest)]}
             plan = RequestPlan(f"again{i}", 0.0, i % self.cluster.shape.frontends, body)
             self.asked[plan.name] = AskedRequest(plan.name, body)
             names.append(plan.name)
             self.world.at(0.05 * i, lambda plan=plan: self._send(plan))  # type: ignore[misc]
+        if (conductors := self.cluster.shape.conductors) > 1:  # another one can place them
+            self.cluster.kill(self.cluster.nodes[f"conductor-{rng.randrange(conductors)}"])
         asked = [self.asked[name] for name in names]
         if not self.world.run(lambda: all(each.ended for each in asked), AGAIN_S):
             self.problems.append(f"not ended {AGAIN_S:.0f} s after rest")
@@ -321,17 +216,19 @@ class Simulation:
         return all(asked.ended or name in self.excused for name, asked in self.asked.items())
 
     def _check_tokens(self, names: Sequence[str]) -> None:
-        model = hash_model(MODEL, vocab_size=2048)
+        shape, head_dim = self.cluster.shape, self.schedule.pace.head_dim
+        model = hash_model(shape.model, vocab_size=2048, head_dim=head_dim)
+        may_fail = _MAY_FAIL if self.schedule.faults else ()
         for name in names:
             asked = self.asked[name]
             if asked.ends > 1:
                 self.problems.append(f"lost: {name} ended {asked.ends} times")
-            was_accepted = asked.attempts and not any(text in asked.error for text in _MAY_FAIL)
+            was_accepted = asked.attempts and not any(text in asked.error for text in may_fail)
             if asked.error and was_accepted and name not in self.excused:
                 self.problems.append(f"lost: {name} failed with {asked.error}")
             for choice, request in enumerate(asked.requests):
                 got = asked.tokens.get(choice, [])
-                right = expected_tokens(model, request.prompt_ids.tolist(), request.sampling.to_proto())
+                right = expected_answer(model, request, _tokenizers[0], len(got) + 1)
                 whole = choice in asked.finished
                 if got != right[: len(got)] or (whole and len(got) != len(right)):
                     at = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), len(right))
@@ -358,7 +255,15 @@ def run_seed(
     shape: SimShape | None = None,
 ) -> ScheduleOutcome:
     """Run the schedule of a seed, without the faults of these indices and the requests of these names."""
-    shape = shape or SimShape()
+    paths = draw_paths(seed)
+    shape = replace(
+        shape or SimShape(),
+        conductors=paths.conductors,
+        frontends=paths.frontends,
+        windows=paths.windows,
+        window_slots=paths.window_slots,
+        overrun=paths.overrun,
+    )
     nodes = [
         *(f"{role}-{i}" for role in ("pool", "prefill", "decode") for i in range(shape.hosts)),
         *(f"conductor-{i}" for i in range(shape.conductors)),
@@ -369,10 +274,11 @@ def run_seed(
         *(f"c{i}" for i in range(shape.conductors)),
         *(f"f{i}" for i in range(shape.frontends)),
     ]
-    drawn = draw(seed, nodes, hosts, shape.frontends)
+    drawn = with_paths(draw(seed, nodes, hosts, shape.frontends), paths)
     kept = tuple(fault for i, fault in enumerate(drawn.faults) if i not in without_faults)
     gone = {plan.name for plan in drawn.requests if plan.name in without_requests}
     requests = tuple(plan for plan in drawn.requests if plan.name not in gone and plan.follows not in gone)
-    shape = replace(shape, pool_bytes=drawn.pace.pool_bytes, ssd_bytes=drawn.pace.ssd_bytes)
-    shape = replace(shape, capacity_tokens=drawn.pace.capacity_tokens)
+    pace = drawn.pace
+    shape = replace(shape, pool_bytes=pace.pool_bytes, ssd_bytes=pace.ssd_bytes)
+    shape = replace(shape, capacity_tokens=pace.capacity_tokens)
     return Simulation(replace(drawn, faults=kept, requests=requests), shape).run()

@@ -56,6 +56,9 @@ def watch() -> None:
 def _check(process: ProcessState, slots: Iterable[int], who: str, *, in_quarantine: bool) -> None:
     for pool in process.objects.get("slot pools", []):
         for slot in dict.fromkeys(slots):
+            if slot < 0:
+                world().problem(f"late write: {who} writes the slot of a window of {process.name} that no block has")
+                continue
             is_only_holder = pool._count[slot] == 1 and pool._key[slot] is None
             if not is_only_holder and not (in_quarantine and slot in pool._quarantined):
                 shared = "others may share" if pool._key[slot] is not None else f"{pool._count[slot]} hold"

@@ -10,6 +10,8 @@ from typing import Any
 from tools.prove.world.futures import ThreadPoolExecutor
 from tools.prove.world.scheduler import ProcessState
 
+_SLOW = 0.1  # of the handles of loops that have slow ones
+
 
 class SimFuture(asyncio.Future[Any]):
     """Future with a hash that is the same in every run, since sets of futures are iterated."""
@@ -47,6 +49,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._pool: ThreadPoolExecutor | None = None
         self._thread = self._world.current
         self._selects = False
+        self._slow_s = self._world.handle_s
         self.set_task_factory(_new_task)
         self.set_exception_handler(self._unexpected)
 
@@ -93,11 +96,14 @@ class SimLoop(asyncio.BaseEventLoop):
             handle = heapq.heappop(scheduled)
             handle._scheduled = False
             ready.append(handle)
+        chance = self._world.chance
         for _ in range(len(ready)):
             handle = ready.popleft()
             if not handle._cancelled:
                 handle._run()
                 self._world.step()
+                if self._slow_s and chance.random() < _SLOW:
+                    self._world.park(chance.uniform(0.0, self._slow_s))
 
     def close(self) -> None:
         """Simulated loops are left as they are when their process ends."""

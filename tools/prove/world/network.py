@@ -21,10 +21,11 @@ _AGAIN_S = 0.2  # TCP sends again after this time when a link is whole again
 
 @dataclass
 class LinkFaults:
-    """Faults of the way from one host to another."""
+    """Faults of the way from one host to another. `garbles`: bits of KV flip, and TCP's checksum does not show it."""
 
     is_cut: bool = False
     slower: float = 1.0
+    garbles: bool = False
 
 
 class End:

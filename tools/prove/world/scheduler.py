@@ -76,6 +76,19 @@ class ProcessState(Protocol):
         """Close the tasks of a process that is dead."""
 
 
+@dataclass(frozen=True)
+class Moment:
+    """Something that happened in a role of process `here`, at which faults can begin.
+
+    `there`: name of the node that takes part; `request_id`: the request that it belongs to. Both may be empty.
+    """
+
+    name: str
+    here: ProcessState
+    there: str = ""
+    request_id: str = ""
+
+
 class SimThread:
     """Thread of a simulated process. `ident` is unique in the world."""
 
@@ -127,7 +140,8 @@ class World:
         self.now_ns = 0
         self.order = random.Random(f"order {seed}")
         self.chance = random.Random(f"chance {seed}")
-        self.step_s, self.token_s = 400e-6, 20e-6  # durations of the engines' steps
+        self.pace: Any = None  # of the schedule
+        self.handle_s = 0.0  # most that a slow handle of an event loop takes
         self.num_steps = 0
         self.num_events = 0
         self.processes: list[ProcessState] = []
@@ -141,6 +155,7 @@ class World:
         self._digest = hashlib.blake2b(digest_size=16)
         self.story: list[tuple[int, str, str]] = []
         self.problems: list[str] = []
+        self.on_moment: Callable[[Moment], None] | None = None
         self._threads: dict[greenlet, SimThread] = {}
         self._is_closed = False
 

@@ -415,6 +415,7 @@ class _Poll:
     """The simulated `select.poll`, for simulated sockets. It keeps descriptor numbers, not sockets."""
 
     def __init__(self) -> None:
+        self._process = _process()
         self._events: dict[int, int] = {}
 
     def register(
@@ -444,7 +445,7 @@ class _Poll:
     def _now(self) -> list[tuple[int, int]]:
         found = []
         for fd, wanted in self._events.items():
-            one = _descriptors(_process()).get(fd)
+            one = _descriptors(self._process).get(fd)
             always = real_select.POLLERR | real_select.POLLHUP
             events = real_select.POLLNVAL if one is None else one.events() & (wanted | always)
             if events:
