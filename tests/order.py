@@ -7,6 +7,7 @@ LONGEST_FIRST = (
     "e2e/test_scale.py",
     "e2e/test_chaos.py",
     "e2e/test_kill.py",
+    "e2e/test_live_matrix.py",
     "e2e/test_conversations.py",
     "moonpool/supervision/test_serve.py",
     "e2e/test_frozen.py",

@@ -1,1 +1,1 @@
-"""Figures of README.md and docs/performance.md, generated from the stored results of benchmarks."""
+"""Figures of README.md and docs/performance.md and tables of docs/guarantees.md, generated from stored results."""

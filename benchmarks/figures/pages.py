@@ -1,10 +1,11 @@
-"""The generated parts of README.md and docs/performance.md, and their comparison with the stored results."""
+"""The generated parts of README.md and pages of docs/, and their comparison with the stored results."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.figures import charts, data_plane, disaggregation, serving, summary
 from benchmarks.figures.agents import agents
+from benchmarks.figures.live_matrix import live_matrix
 from benchmarks.stored import latest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +43,11 @@ def performance() -> str:
     return "\n\n".join(section() for section in SECTIONS)
 
 
-PAGES: dict[str, Callable[[], str]] = {"README.md": summary.readme, "docs/performance.md": performance}
+PAGES: dict[str, Callable[[], str]] = {
+    "README.md": summary.readme,
+    "docs/performance.md": performance,
+    "docs/guarantees.md": live_matrix,
+}
 
 
 def main(mode: str) -> int:
@@ -64,6 +69,6 @@ def main(mode: str) -> int:
         disaggregation.draw_frontier(latest("frontier")[0], pictures / "frontier.svg")
         disaggregation.draw_frontier_live(latest("frontier-live")[0], pictures / "frontier-live.svg")
     if stale and mode == "check":
-        print(f"{', '.join(stale)}: figures differ from benchmarks/results; run `python -m benchmarks.figures write`")
+        print(f"{', '.join(stale)}: figures differ from the stored results; run `python -m benchmarks.figures write`")
         return 1
     return 0

@@ -231,11 +231,16 @@ def _check_capacity(blocks: BlockSettings, engine: EngineSettings, entry: ModelE
 
 def _check_storage(engine: EngineSettings, kv: KvSettings) -> None:
     """Raise InvalidSetting for rounded KV of other engines than our own: the paced one verifies it bit by bit, and
-    vLLM's is copied as it is."""
+    vLLM's is copied as it is. A sibling's KV is refused for them, and if it is rounded."""
     if engine.engine != "transformer" and kv.kv_storage != "exact":
         raise InvalidSetting(f"--kv-storage must be exact with --engine {engine.engine}, got {kv.kv_storage}")
     if engine.engine != "transformer" and kv.kv_dtype != "auto":
         raise InvalidSetting(f"--kv-dtype must be auto with --engine {engine.engine}, got {kv.kv_dtype}")
+    if kv.reuse_profile and (engine.engine != "transformer" or kv.kv_storage != "exact"):
+        raise InvalidSetting(
+            "--reuse-profile needs --engine transformer and --kv-storage exact, "
+            f"got {engine.engine} and {kv.kv_storage}"
+        )
 
 
 def _check_addresses(listen: ListenSettings, host: HostSettings, transport: TransportSettings) -> None:

@@ -27,6 +27,17 @@ def memory_of(pid: int, name: str) -> Iterator[tuple[BinaryIO, range]]:
         yield memory, range(spans[0][0], spans[-1][1])
 
 
+def flip_a_bit_per(step_nbytes: int, pool_pid: int) -> None:
+    """Flip a bit at every `step_nbytes` of all of a pool node's memory, except in bytes that are zero."""
+    with memory_of(pool_pid, "moonpool-arena") as (memory, arena):
+        for at in range(arena.start, arena.stop, step_nbytes):
+            memory.seek(at)
+            byte = memory.read(1)
+            if byte != b"\0":
+                memory.seek(at)
+                memory.write(bytes([byte[0] ^ 16]))
+
+
 def flip_bits(pool_pid: int) -> None:
     """Flip a bit in each 256 bytes of a pool node's blocks, as far as they are not zero."""
     with memory_of(pool_pid, "moonpool-arena") as (memory, arena):

@@ -23,8 +23,8 @@ collect_ignore = (
     if HAS_VLLM
     else [
         *("test_clients.py", "test_cluster.py", "test_connector.py", "test_engine_args.py", "test_event_subscriber.py"),
-        *("test_handover.py", "test_keyed_sampler.py", "test_runner.py", "test_stock.py", "test_tensor_parallel.py"),
-        "test_vllm_layouts.py",
+        *("test_handover.py", "test_keyed_sampler.py", "test_live_matrix.py", "test_runner.py", "test_stock.py"),
+        *("test_tensor_parallel.py", "test_vllm_layouts.py"),
     ]
 )
 

@@ -14,7 +14,7 @@ import pytest
 
 from settings.worker import BUNDLED_MODEL
 from tests.e2e.conftest import START_S, metric
-from tests.e2e.damage import memory_of
+from tests.e2e.damage import flip_a_bit_per
 from tests.e2e.test_tracing import spans_of
 from tests.vllm_worker.test_cluster import SAMPLED, prompts, stream
 
@@ -127,14 +127,7 @@ async def test_flipped_bits_in_the_pool_are_found_recomputed_and_counted(
     await pair.validate()
     await flush(pair, session, seed=27)
     before = await metric(session, pair.url, "moonpool:digest_mismatches_total")
-    with memory_of(pair.pid("pool-0"), "moonpool-arena") as (memory, arena):
-        step = 4096  # smaller than a layer of a block: each one is hit
-        for at in range(arena.start, arena.stop, step):
-            memory.seek(at)
-            byte = memory.read(1)
-            if byte != b"\0":
-                memory.seek(at)
-                memory.write(bytes([byte[0] ^ 16]))
+    flip_a_bit_per(4096, pair.pid("pool-0"))  # less than a layer of a block: each one is hit
     again = await pair.complete(session, prompt, max_tokens=8, ignore_eos=True, **GREEDY)
     assert (again.token_ids, again.cached_tokens) == (first.token_ids, 0)
     assert judge.wrong_tokens(again) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,3 +72,9 @@ def test_a_worker_without_vllm_says_how_to_install_it() -> None:
 def test_rounded_storage_is_refused(moonpool: Callable[..., Any], assert_refused: Any) -> None:
     done = moonpool("serve", BUNDLED_MODEL, "--engine", "vllm", "--kv-storage", "int8", "--port", "0")
     assert_refused(done, "--kv-storage must be exact with --engine vllm", "int8")
+
+
+def test_siblings_kv_is_refused(tmp_path: Path, moonpool: Callable[..., Any], assert_refused: Any) -> None:
+    profile = tmp_path / "reuse.json"
+    done = moonpool("serve", BUNDLED_MODEL, "--engine", "vllm", "--reuse-profile", profile, "--port", "0")
+    assert_refused(done, "--reuse-profile needs --engine transformer and --kv-storage exact", "vllm")

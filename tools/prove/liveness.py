@@ -22,7 +22,7 @@ SERVE_S = 1.0  # until free slots are given to who waits for them
 FINISH_S = 45.0  # for a request, while the same faults last
 
 
-class Liveness:
+class LivenessCheck:
     """Watches one schedule. `look` is to be called often; problems go to the world."""
 
     def __init__(

@@ -14,7 +14,7 @@ from tools.prove import entered, grammar_process
 from tools.prove.cluster import AskedRequest, Leaving, SimCluster, SimShape, ask
 from tools.prove.faults import Faults
 from tools.prove.hash_engine import hash_model
-from tools.prove.liveness import Liveness
+from tools.prove.liveness import LivenessCheck
 from tools.prove.observe import membership, observe
 from tools.prove.paths import draw_paths, with_paths
 from tools.prove.reference import expected_answer
@@ -168,7 +168,7 @@ class Simulation:
         for plan in self.schedule.requests:
             world.at(plan.at_s, lambda plan=plan: self._send(plan))  # type: ignore[misc]
         self.faults.begin()
-        Liveness(world, cluster, self.faults, self.asked, self.excused).begin()
+        LivenessCheck(world, cluster, self.faults, self.asked, self.excused).begin()
         world.run(lambda: False, LOAD_S)
         if not self.schedule.faults and not world.run(self._all_ended, QUIET_S):
             self.problems.append(f"not ended {QUIET_S:.0f} s after the load, without a fault")
