@@ -27,12 +27,15 @@ from telemetry import RequestMetrics
 from telemetry.tracing import OFF, Span
 
 
+_DECODE_UNREACHABLE: Final = "decode_unreachable"  # of a prefill worker
+
+
 class RetryBudget:
     """Limit on the attempts of one request: a request that crashes workers must not be retried indefinitely.
 
-    An attempt counts once a worker has received the request, unless it was preempted. Attempts that reached no worker
-    are free for `grace_s`, because the conductor needs some seconds to detect a dead or hanging node; each of them runs
-    on another node or after a pause.
+    An attempt counts once its workers have received the request, unless it was preempted. Attempts that did not reach
+    one of their workers are free for `grace_s`, because the conductor needs some seconds to detect a dead or hanging
+    node, and a partition may heal; each of them runs on another node or after a pause.
     """
 
     def __init__(self, max_tries: int, grace_s: float) -> None:
@@ -43,7 +46,7 @@ class RetryBudget:
         self._unreached_since_s: float | None = None
 
     def record_unreachable(self, now_s: float) -> None:
-        """Record that the last attempt could not reach a worker."""
+        """Record that the last attempt could not reach one of its workers."""
         self._num_unreached += 1
         self._unreached_since_s = now_s if self._unreached_since_s is None else self._unreached_since_s
 
@@ -52,11 +55,11 @@ class RetryBudget:
         self._num_preempted += 1
 
     def record_reached(self) -> None:
-        """Record that a worker received the request."""
+        """Record that the last attempt's workers received the request."""
         self._unreached_since_s = None
 
     def is_exhausted(self, num_attempts: int, now_s: float) -> bool:
-        """Return True if no further attempt is allowed after `num_attempts`, including those that reached no worker."""
+        """Return True if no further attempt is allowed after `num_attempts`, including those that did not count."""
         since_s = self._unreached_since_s
         # The conductor has had enough time to detect dead nodes, and still no worker could be reached.
         grace_is_over = since_s is not None and now_s >= since_s + self._grace_s
@@ -116,6 +119,7 @@ class AttemptFailure:
     code: str
     message: str
     retryable: bool
+    is_unreached: bool = False  # a worker of the attempt could not be reached
 
     @property
     def is_preemption(self) -> bool:
@@ -156,7 +160,10 @@ class Attempt:
                     tokens.extend(self._in_order(event))
                 case FailureReceived(node_id, failure) if self._needs(node_id):
                     suspect = failure.suspect_node_id or node_id
-                    return tokens, AttemptFailure(suspect, failure.code, failure.message, failure.retryable)
+                    is_unreached = failure.code == _DECODE_UNREACHABLE
+                    return tokens, AttemptFailure(
+                        suspect, failure.code, failure.message, failure.retryable, is_unreached
+                    )
                 case WorkerDisconnected(node_id, reason) if self._needs(node_id):
                     return tokens, AttemptFailure(node_id, "worker_lost", reason, retryable=True)
         return tokens, None

@@ -41,7 +41,7 @@ class FrontendConfig:
     blocks: BlockSettings = field(default_factory=BlockSettings)  # must equal those of the nodes
     node: NodeSettings = field(default_factory=lambda: NodeSettings("frontend-0"))  # node_id is set
     idle_timeout_s: float = 60.0  # longest time between two tokens before the decode worker is suspected
-    max_attempts: int = 5  # attempts per request; those that reached no worker do not count during replace_grace_s
+    max_attempts: int = 5  # attempts per request; one that does not reach its workers is free during replace_grace_s
     # Longest wait of a request for another placement after its worker died or was unreachable
     replace_grace_s: float = 30.0
     attach_timeout_s: float = 5.0  # opening the token stream to a worker

@@ -238,7 +238,6 @@ class Generation:
         attempt.prefill = await self._attach(attempt, placement.prefill)
         if attempt.prefill is None:
             return None
-        self._retry_budget.record_reached()
         if self.request.rolling is not None and (old := attempt.older_than(FIRST_WIRE_WITH_ROLLING)) is not None:
             software = self._context.cluster.software(old.node_id, old.incarnation)
             message = f"{old.node_id} is {named(software)}, which does not know windows of endless requests"
@@ -253,8 +252,8 @@ class Generation:
         try:
             stream = await self._context.streams.attach(node)
         except WorkerLost as error:
-            self._retry_budget.record_unreachable(monotonic())
-            self._fail_attempt(attempt, AttemptFailure(node.node_id, "worker_lost", str(error), retryable=True))
+            failure = AttemptFailure(node.node_id, "worker_lost", str(error), retryable=True, is_unreached=True)
+            self._fail_attempt(attempt, failure)
             return None
         stream.subscribe(self.request.request_id, attempt.number, attempt.inbox)
         return stream
@@ -412,6 +411,10 @@ class Generation:
         attempt.span.fail(failure.message)
         self._leave(attempt, cancel=True)
         self._attempt, self._failure = None, failure
+        if failure.is_unreached:
+            self._retry_budget.record_unreachable(monotonic())
+        else:
+            self._retry_budget.record_reached()
         if failure.is_preemption:
             self._retry_budget.record_preempted()
             return

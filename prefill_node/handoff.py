@@ -72,7 +72,8 @@ class PrefillHandoff:
             )
         except ControlError as error:
             self._may_hold = not isinstance(error, CallRefused)
-            raise self._failed("reserve", str(error)) from error
+            code = "decode_unreachable" if self._may_hold else "reserve"
+            raise self._failed(code, str(error)) from error
 
     @property
     def push_from(self) -> int:

@@ -50,6 +50,16 @@ def test_attempts_without_a_worker_end_when_none_is_reached_for_the_whole_grace(
     assert not tries.is_exhausted(2, now_s=31.0)
 
 
+def test_a_prefill_that_cannot_reach_its_decode_node_reaches_nobody() -> None:
+    failure = worker_pb2.Failure(code="decode_unreachable", retryable=True, suspect_node_id="d")
+    _, found = attempt_of().take([FailureReceived("p", failure)])
+    assert found == AttemptFailure("d", "decode_unreachable", "", retryable=True, is_unreached=True)
+    refused = worker_pb2.Failure(code="reserve", retryable=True, suspect_node_id="d")
+    _, found = attempt_of().take([FailureReceived("p", refused)])
+    assert found is not None
+    assert not found.is_unreached
+
+
 class Now:
     """Incarnations in the cluster now."""
 

@@ -30,8 +30,8 @@ AGAIN_S = 30.0  # for requests to a cluster at rest
 REST_S = 90.0  # until nothing is held; longer than leases whose holder was lost
 
 _POLL = "/moonpool.v1.Conductor/Cluster at "  # which frontends repeat all the time
-# It was asked to end; or no worker of the model was left for the grace period, or all attempts failed.
-_MAY_FAIL = ("frontend is shutting down", "no node can serve model", "has joined", "failed after ")
+# It was asked to end; or no worker of the model was left for the grace period.
+_MAY_FAIL = ("frontend is shutting down", "no node can serve model", "has joined")
 _tokenizers: list[Tokenizer] = []
 
 
