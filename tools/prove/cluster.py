@@ -293,6 +293,6 @@ async def _ask(service: Service, asked: AskedRequest, leaves_after: int) -> None
                 asked.finish = ",".join(asked.finished.values())
         finally:
             asked.attempts = sum(generation.stats.attempts for generation in session.generations)
-            await service.close_session(session)
+            await asyncio.shield(service.close_session(session))  # as the HTTP handlers do
     except ApiError as error:
         asked.error = f"{type(error).__name__}: {error}"

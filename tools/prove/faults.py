@@ -12,7 +12,7 @@ from tools.prove.world.process import Process
 from tools.prove.world.scheduler import Moment, World
 
 _SLOWER = 300.0
-_PATIENCE_S = 0.1  # mean
+_PATIENCE_S = 5e-3  # mean
 _DISK_FAULTS = {"slow": (50.0, 1.0), "read_errors": (0.3, 0.0), "write_errors": (0.3, 0.0)}  # and without the fault
 
 
@@ -57,7 +57,7 @@ class Faults:
 
     def _on_moment(self, moment: Moment) -> None:
         self.moments[moment.name] = self.moments.get(moment.name, 0) + 1
-        if moment.name == "waits" and any(each.kind == "impatient" for each in self.lasting):
+        if moment.name == "answered" and any(each.kind == "impatient" for each in self.lasting):
             self._leave_soon(moment.request_id)
         for fault in [each for each in self._expected if each.moment == moment.name]:
             there = moment.there or moment.here.name
@@ -212,7 +212,7 @@ class Faults:
         self._over(fault)
 
     def _impatient(self, fault: SimFault) -> None:
-        """For a while, clients leave soon after their requests began to wait for slots."""
+        """For a while, the client whose request is next to get slots leaves when an answer ends, which frees some."""
         self.world.at(fault.for_s, lambda: self._over(fault))
 
     def _leave_soon(self, request_id: str) -> None:

@@ -17,7 +17,7 @@ from messenger.tcp.transport import TcpResponder
 from tools.prove.instances import running_process
 from tools.prove.schedule import MOMENTS
 from tools.prove.world.scheduler import Moment, world
-from worker.node_slots import SlotQueue
+from worker.node_slots import NodeSlots, SlotQueue
 
 
 def report(name: str, there: str = "", request_id: str = "") -> None:
@@ -51,7 +51,7 @@ def _writers() -> dict[int, tuple[str, str]]:
 
 def _watch_workers() -> None:
     open_reservation, close_reservation = DecodeService._open_reservation, DecodeService._close_reservation
-    land, read, serve = TcpResponder.land, Peer.read, SlotQueue.serve
+    land, read, serve, left = TcpResponder.land, Peer.read, SlotQueue.serve, NodeSlots.left
 
     def watched_open(self: DecodeService, request: Any, reserve: Any, taken: Any) -> Any:
         reservation = open_reservation(self, request, reserve, taken)
@@ -83,6 +83,11 @@ def _watch_workers() -> None:
                 known.append(waiter)
                 report("waits", "", waiter.key[0])
 
+    def watched_left(self: NodeSlots, sequence: Any) -> None:
+        left(self, sequence)
+        report("answered", "", self._queue._waiters[0].key[0] if self._queue._waiters else "")
+
+    NodeSlots.left = watched_left  # type: ignore[method-assign]
     DecodeService._open_reservation = watched_open  # type: ignore[method-assign]
     DecodeService._close_reservation = watched_close  # type: ignore[method-assign]
     TcpResponder.land, Peer.read = watched_land, watched_read  # type: ignore[method-assign]

@@ -71,6 +71,7 @@ MOMENTS = (
     "given up",
     "waits",
     "gets slots",
+    "answered",
     "lands",
     "reads",
     "put",
@@ -186,8 +187,10 @@ def _fault(rng: random.Random, nodes: Sequence[str], hosts: Sequence[str]) -> Si
         return SimFault(kind, at_s, for_s, host, rng.choice(DISK_FAULTS))
     if kind == "flip":
         return SimFault(kind, at_s, 0.0, rng.choice([node for node in nodes if node.startswith("pool")]))
-    if kind in ("all leave", "impatient"):
-        return SimFault(kind, at_s, for_s, "")
+    if kind == "all leave":
+        return SimFault(kind, at_s, 0.0, "")
+    if kind == "impatient":
+        return SimFault(kind, 0.0, 2 * LOAD_S, "")
     return SimFault(kind, at_s, for_s, rng.choice(nodes), after_steps=rng.choice((0, rng.randrange(1, 600))))
 
 

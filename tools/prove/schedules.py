@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import logging
@@ -80,6 +81,7 @@ def _fork(job: Job) -> tuple[int, int]:
     os.close(reader)
     status = 1
     try:
+        faulthandler.enable()
         signal.alarm(int(_MOST_S))
         with os.fdopen(writer, "wb") as pipe:
             text = json.dumps(run_one(job)).encode()
