@@ -219,11 +219,12 @@ class SimCluster:
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """When a client leaves: after so many tokens, and after so many seconds; -1: never."""
+class ClientBehaviour:
+    """When a client leaves: after so many tokens, and after so many seconds; -1: never. How long it pauses per read."""
 
     after_tokens: int = -1
     after_s: float = -1.0
+    pause_s: float = 0.0
 
 
 @dataclass
@@ -249,11 +250,13 @@ class AskedRequest:
         return list(self.body["prompt"])
 
 
-async def ask(service: Service, asked: AskedRequest, leaves: Leaving, on_end: Callable[[AskedRequest], None]) -> None:
-    """Send a request to a frontend; its connection breaks after `leaves.after_s`, if that is not negative."""
-    asking, loop = asyncio.create_task(_ask(service, asked, leaves.after_tokens)), asyncio.get_running_loop()
+async def ask(
+    service: Service, asked: AskedRequest, client: ClientBehaviour, on_end: Callable[[AskedRequest], None]
+) -> None:
+    """Send a request to a frontend; its connection breaks after `client.after_s`, if that is not negative."""
+    asking, loop = asyncio.create_task(_ask(service, asked, client)), asyncio.get_running_loop()
     asked.leave = lambda: loop.call_soon_threadsafe(asking.cancel)  # type: ignore[assignment]
-    await asyncio.wait([asking], timeout=leaves.after_s if leaves.after_s >= 0 else None)
+    await asyncio.wait([asking], timeout=client.after_s if client.after_s >= 0 else None)
     if not asking.done():
         asking.cancel()
         await asyncio.wait([asking])
@@ -264,11 +267,8 @@ async def ask(service: Service, asked: AskedRequest, leaves: Leaving, on_end: Ca
     on_end(asked)
 
 
-async def _ask(service: Service, asked: AskedRequest, leaves_after: int) -> None:
-    """Send a request to a frontend, and record the tokens as they come.
-
-    The client leaves after `leaves_after` tokens, unless that is negative.
-    """
+async def _ask(service: Service, asked: AskedRequest, client: ClientBehaviour) -> None:
+    """Send a request to a frontend, and record the tokens as the client reads them."""
     caller = _CALLER
     reservation = service.quotas.enter(caller)
     try:
@@ -284,11 +284,13 @@ async def _ask(service: Service, asked: AskedRequest, leaves_after: int) -> None
             raise
         session = service.open_session(model, requests, reservation)
         try:
-            while not session.is_over and not 0 <= leaves_after <= sum(map(len, asked.tokens.values())):
+            while not session.is_over and not 0 <= client.after_tokens <= sum(map(len, asked.tokens.values())):
                 choice, chunk = await session.next()
                 asked.tokens.setdefault(choice, []).extend(chunk.token_ids)
                 if chunk.finish_reason is not None:
                     asked.finished[choice] = chunk.finish_reason
+                elif client.pause_s:
+                    await asyncio.sleep(client.pause_s)
             if session.is_over:
                 asked.finish = ",".join(asked.finished.values())
         finally:

@@ -25,6 +25,7 @@ class RequestPlan:
     body: Mapping[str, Any]
     leaves_after: int = -1
     leaves_after_s: float = -1.0  # its connection breaks
+    pause_s: float = 0.0  # of the client after each read
     follows: str = ""
     new_ids: tuple[int, ...] = ()
 
@@ -153,6 +154,7 @@ def draw(seed: int, nodes: Sequence[str], hosts: Sequence[str], frontends: int) 
         head = document[: rng.choice((len(document), len(document) // 2))]
         prompt = [*head, *(rng.randrange(3, 2048) for _ in range(rng.randrange(1, 20)))]
         leaves = rng.randrange(0, 10) if rng.random() < 0.15 else -1
+        pause_s = rng.choice((0.0, 0.0, 0.0, 0.02, 0.2))
         leaves_s = rng.choice((1e-3, 0.01, 0.1, 1.0)) * rng.random() if rng.random() < 0.15 else -1.0
         follows, new = "", tuple[int, ...]()
         if requests and rng.random() < 0.35:
@@ -163,7 +165,15 @@ def draw(seed: int, nodes: Sequence[str], hosts: Sequence[str], frontends: int) 
         body["prompt"] = prompt
         requests.append(
             RequestPlan(
-                f"r{i}", rng.uniform(0.0, most_s), rng.randrange(frontends), body, leaves, leaves_s, follows, new
+                f"r{i}",
+                rng.uniform(0.0, most_s),
+                rng.randrange(frontends),
+                body,
+                leaves,
+                leaves_s,
+                pause_s,
+                follows,
+                new,
             )
         )
     faults = [_fault(rng, nodes, hosts) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))]

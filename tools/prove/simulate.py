@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from frontend.tokenizer import Tokenizer
 from settings.worker import BUNDLED_MODEL
 from tools.prove import entered, grammar_process
-from tools.prove.cluster import AskedRequest, Leaving, SimCluster, SimShape, ask
+from tools.prove.cluster import AskedRequest, ClientBehaviour, SimCluster, SimShape, ask
 from tools.prove.faults import Faults
 from tools.prove.hash_engine import hash_model
 from tools.prove.liveness import LivenessCheck
@@ -103,7 +103,7 @@ class Simulation:
         process.at_death.append(lambda: self._excuse(asked.name, "its frontend died"))
         process.loop.call_soon_threadsafe(
             lambda: process.loop.create_task(
-                ask(service, asked, Leaving(plan.leaves_after, plan.leaves_after_s), self._ended)
+                ask(service, asked, ClientBehaviour(plan.leaves_after, plan.leaves_after_s, plan.pause_s), self._ended)
             )
         )
 
