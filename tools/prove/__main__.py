@@ -27,7 +27,7 @@ MUTANTS = Path(__file__).resolve().parents[2] / "tests" / "tools" / "prove" / "m
 MOST_SCHEDULES = 2000  # in which a mutant must be found
 KINDS = {
     "lost": ("not ended", "lost"),
-    "wrong": ("wrong tokens",),
+    "wrong": ("wrong tokens", "wrong KV"),
     "leaks": ("at rest",),
     "late_writes": ("late write",),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from tools.prove import adversary
 from tools.prove.cluster import AskedRequest, Node, SimCluster
 from tools.prove.schedule import LOAD_S, SimFault
 from tools.prove.world.network import SimNetwork
@@ -111,6 +112,7 @@ class Faults:
             "leave": self._leave,
             "all leave": self._all_leave,
             "impatient": self._impatient,
+            "forge": self._forge,
         }.get(fault.kind, self._node)
         begin(fault)
 
@@ -221,6 +223,12 @@ class Faults:
                 self.world.at(self.world.chance.expovariate(1 / _PATIENCE_S), asked.leave)
 
     # Nodes
+
+    def _forge(self, fault: SimFault) -> None:
+        victim, sender = self.cluster.nodes[fault.target].process, self.cluster.nodes[fault.other].process
+        if victim is not None and sender is not None and not victim.is_dead and not sender.is_dead:
+            adversary.forge(victim, sender)
+        self._over(fault)
 
     def _node(self, fault: SimFault) -> None:
         node = self.cluster.nodes[fault.target]

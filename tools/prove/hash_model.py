@@ -104,6 +104,10 @@ class ReferenceSequence:
         """Return the logits of the next token, float32 [V]."""
         return self._model.logits(self._last)
 
+    def hashes(self, layer: int) -> Hashes:
+        """Return the hash of what is read of a layer at each position."""
+        return self._hashes[layer]
+
     def _extend(self, ids: NDArray[np.int32]) -> None:
         model, start = self._model, len(self._hashes[0])
         seen = np.zeros(len(ids), np.uint64)

@@ -22,7 +22,7 @@ from messenger.frames import Write
 from messenger.grants import GrantTable
 from messenger.tcp.transport import TcpResponder
 from moonpool_proto.v1.common_pb2 import JsonRequest
-from tools.prove import moments, slot_writes, wire_flips
+from tools.prove import adversary, landed_blocks, moments, slot_writes, wire_flips
 from tools.prove.instances import on_creation, remember, running_process
 from tools.prove.world.scheduler import ProcessState, world
 from worker.grammar_matching import GrammarCompiler
@@ -47,6 +47,8 @@ def observe() -> None:
     moments.watch()
     _copy_eagerly()
     wire_flips.watch()
+    landed_blocks.watch()
+    adversary.watch()
     on_creation(Service, lambda service: remember("validate", lambda: service.validate()["problems"]))
     on_creation(TenantQuotas, lambda quotas: remember("validate", lambda: _places(quotas)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 LOAD_S = 4.0  # requests arrive and faults begin within this time
@@ -63,7 +63,7 @@ KINDS = (
     "flip",
     "disk",
     "all leave",
-    "impatient",
+    "forge",
 )
 MOMENTS = (
     "scheduled",
@@ -177,6 +177,9 @@ def draw(seed: int, nodes: Sequence[str], hosts: Sequence[str], frontends: int) 
             )
         )
     faults = [_fault(rng, nodes, hosts) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))]
+    if rng.random() < 0.15:  # the cluster is overloaded, and clients give up
+        faults.append(SimFault("impatient", 0.0, 2 * LOAD_S, ""))
+        pace = replace(pace, handle_s=20e-3)
     return Schedule(seed, pace, tuple(requests), tuple(sorted(faults, key=lambda each: each.at_s)))
 
 
@@ -199,8 +202,10 @@ def _fault(rng: random.Random, nodes: Sequence[str], hosts: Sequence[str]) -> Si
         return SimFault(kind, at_s, 0.0, rng.choice([node for node in nodes if node.startswith("pool")]))
     if kind == "all leave":
         return SimFault(kind, at_s, 0.0, "")
-    if kind == "impatient":
-        return SimFault(kind, 0.0, 2 * LOAD_S, "")
+    if kind == "forge":
+        return SimFault(
+            kind, at_s, 0.0, "here", moment="reserved", nth=rng.randrange(1, 12), delay_s=3e-3 * rng.random()
+        )
     return SimFault(kind, at_s, for_s, rng.choice(nodes), after_steps=rng.choice((0, rng.randrange(1, 600))))
 
 
