@@ -132,6 +132,9 @@ def _find_mutants(processes: int) -> dict[str, Any]:
             found = json.loads(ended.stdout.strip().splitlines()[-1])
         except (IndexError, ValueError):
             raise SystemExit(f"{path.name}: the run failed:\n{ended.stderr[-2000:]}") from None
+        for outcome in run_all(map(Job, found["failing_seeds"]), processes):  # without the mutant
+            if outcome["problems"]:
+                raise SystemExit(f"seed {outcome['seed']}: {outcome['problems'][0]}, without {path.name}, too")
         needed[path.stem] = found["schedules"] if found["failing_seeds"] else None
         print(f"{path.stem}: {needed[path.stem] or 'SURVIVED'}", file=sys.stderr, flush=True)
     killed = [count for count in needed.values() if count is not None]

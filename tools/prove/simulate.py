@@ -207,8 +207,9 @@ class Simulation:
         for each in asked:
             if each.error or each.name in self.excused:
                 self.problems.append(f"lost: {each.name} at rest: {each.error or self.excused[each.name]}")
-        # A connection that broke while it was idle costs one attempt.
-        if (again := sum(max(0, each.attempts - 1) for each in asked)) > MOST_STALE:
+        # A connection that broke while it was idle costs one attempt, and so does a worker's dead grammar process.
+        most = MOST_STALE + (2 * self.cluster.shape.hosts if self.schedule.at_rest else 0)
+        if (again := sum(max(0, each.attempts - 1) for each in asked)) > most:
             self.problems.append(f"placed again at rest: {again} times for {len(asked)} requests")
         self._check_tokens(names)
 
