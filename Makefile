@@ -47,7 +47,7 @@ VLLM_PYTEST = NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/numba REQUIRE_VLLM=1 $(QUI
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
 	@echo "make test    all checks and tests: what .ci/run runs"
-	@echo "make test-nightly  the tests that take long, with and without vLLM; records its outcome in tests/nightly.json and the live matrix"
+	@echo "make test-nightly  the tests that take long, with and without vLLM, 10,000 schedules of the simulation and every mutant; records all outcomes under tests/"
 	@echo "make gpu-proof  what is written for GPUs and needs one to be proven, and the engine's speed, in at most 20 minutes; status 3 without a GPU"
 	@echo "make test-rdma  the messenger's tests over real verbs, in a VM with soft-RoCE that is built once; no KVM needed"
 	@echo "make test-rdma-one  what of it runs in one VM: what .ci/run runs"
@@ -93,8 +93,9 @@ test-nightly: $(STAMP) $(VLLM_STAMP)
 	$(QUIET_THREADS) $(BIN)/python -m pytest -m nightly --junitxml=out/nightly.xml; \
 	  $(VLLM_PYTEST) -m nightly --junitxml=out/nightly_vllm.xml; \
 	  $(BIN)/python .ci/report_tests.py out/nightly.xml --with out/nightly_vllm.xml --record tests/nightly.json \
-	    --live-matrix tests/live_matrix.json; \
-	  status=$$?; $(BIN)/python -m benchmarks.figures write; exit $$status
+	    --live-matrix tests/live_matrix.json; status=$$?; \
+	  $(BIN)/python -m tools.prove --schedules 10000 --mutants --out tests/prove.json || status=1; \
+	  $(BIN)/python -m benchmarks.figures write; exit $$status
 
 test-vllm: $(VLLM_STAMP)
 	@mkdir -p out

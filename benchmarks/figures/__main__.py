@@ -1,5 +1,5 @@
-"""Generate the figures in README.md and docs/performance.md from the stored benchmark results, and the live matrix in
-docs/guarantees.md from `tests/live_matrix.json`.
+"""Generate the figures in README.md and docs/performance.md from the stored benchmark results, and the results in
+docs/guarantees.md from `tests/prove.json` and `tests/live_matrix.json`.
 
     python -m benchmarks.figures write | check
 

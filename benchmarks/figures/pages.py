@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.figures import charts, data_plane, disaggregation, serving, summary
 from benchmarks.figures.agents import agents
-from benchmarks.figures.live_matrix import live_matrix
+from benchmarks.figures.guarantees import guarantees
 from benchmarks.stored import latest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +46,7 @@ def performance() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": summary.readme,
     "docs/performance.md": performance,
-    "docs/guarantees.md": live_matrix,
+    "docs/guarantees.md": guarantees,
 }
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mutants", action="store_true", help="also find the mutants in tests/tools/prove/mutants")
     parser.add_argument("--mutant", type=Path, help="patch of the roles' source to run with")
     parser.add_argument("--replay", type=int, help="run one seed, and print its story")
-    parser.add_argument("--out", type=Path, help="file for the result, as JSON")
+    parser.add_argument("--out", type=Path, help="file for the result, with date and commit, as JSON")
     given = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     load(given.mutant.read_text(encoding="utf-8") if given.mutant is not None else "")
@@ -55,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.mutants:
         result |= _find_mutants(given.processes)
     if given.out is not None:
-        given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        recorded = {"date": datetime.now(UTC).date().isoformat(), "commit": commit.stdout.strip(), **result}
+        given.out.write_text(json.dumps(recorded, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(result))
     survived = result.get("mutants", 0) - result.get("mutants_killed", 0)
     return 1 if result["failing_seeds"] or survived else 0

@@ -10,6 +10,7 @@ from tools.prove.hash_engine import HashSteps
 from tools.prove.instances import running_process
 from worker.counters import WorkerCounters
 from worker.grammar_matching import GrammarMatcher
+from worker.layer_gate import LayerGate
 from worker.node import WorkerNode
 from worker.policy.window_slots import WindowHold, WindowSlots
 
@@ -39,6 +40,7 @@ def watch() -> None:
 
     WorkerCounters.add = counted_add  # type: ignore[method-assign]
     _count_calls(WorkerNode, "_extend", "grown")
+    _count_calls(LayerGate, "mark", "layers loaded")
     _count_calls(GrammarMatcher, "take", "tokens of grammars")
     _count_calls(WindowSlots, "_take", "window slots taken")
     _count_calls(WindowHold, "leave", "window steps")

@@ -191,11 +191,11 @@ class Faults:
         arenas = node.process.objects.get("arena", []) if node.process is not None and node.is_alive else []
         for arena in arenas:
             array = arena()
-            used = array.nonzero()[0]
-            if len(used):
-                index = int(used[self.world.chance.randrange(len(used))])
-                array[index] ^= 1 << self.world.chance.randrange(8)
-                self.world.tell("fault", f"a bit of byte {index} of the arena of {node.name} is flipped")
+            used, chance = array.nonzero()[0], self.world.chance
+            count = chance.choice((1, 30)) if len(used) else 0
+            for _ in range(count):
+                array[int(used[chance.randrange(len(used))])] ^= 1 << chance.randrange(8)
+            self.world.tell("fault", f"{count} bits of the arena of {node.name} are flipped")
         self._over(fault)
 
     # Clients

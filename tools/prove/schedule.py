@@ -95,6 +95,7 @@ class SchedulePace:
     capacity_tokens: int
     head_dim: int  # of the model: its KV takes 12 times as many bytes per token
     copies_all: bool  # conductors copy every prefix that they place, whether it pays or not
+    loads_layers: bool  # KV is loaded layer by layer, however little it is
     handle_s: float  # most that a slow handle of an event loop takes; 0: none is slow
 
 
@@ -124,6 +125,7 @@ def draw(seed: int, nodes: Sequence[str], hosts: Sequence[str], frontends: int) 
         capacity_tokens=rng.choice((192, 256, 512)),
         head_dim=head_dim,
         copies_all=rng.random() < 0.5,
+        loads_layers=rng.random() < 0.3,
         handle_s=rng.choice((0.0, 0.0, 0.0, 2e-3, 20e-3)),
     )
     # Documents share paragraphs of whole blocks, in other places.
