@@ -26,7 +26,6 @@ from moonpool_proto.v1 import conductor_pb2
 from telemetry import RequestMetrics
 from telemetry.tracing import OFF, Span
 
-
 _DECODE_UNREACHABLE: Final = "decode_unreachable"  # of a prefill worker
 
 
