@@ -33,7 +33,7 @@ REST_S = 90.0  # until nothing is held; longer than leases whose holder was lost
 _POLL = "/moonpool.v1.Conductor/Cluster at "  # which frontends repeat all the time
 # It was asked to end; or no worker of the model was left for the grace period.
 _MAY_FAIL = ("frontend is shutting down", "no node can serve model", "has joined")
-_LEAST_NBYTES = kv_loading.LEAST_READ_NBYTES, kv_loading.LEAST_SLICE_NBYTES
+_LEAST_NBYTES = {name: vars(kv_loading)[name] for name in ("LEAST_READ_NBYTES", "LEAST_SLICE_NBYTES")}
 _tokenizers: list[Tokenizer] = []
 
 
@@ -74,7 +74,7 @@ class Simulation:
         pace = schedule.pace
         self.network = SimNetwork(self.world, latency_s=pace.latency_s, bytes_per_s=pace.bytes_per_s)
         self.world.pace, self.world.handle_s = pace, pace.handle_s
-        kv_loading.LEAST_READ_NBYTES, kv_loading.LEAST_SLICE_NBYTES = (1, 1) if pace.loads_layers else _LEAST_NBYTES
+        vars(kv_loading).update(dict.fromkeys(_LEAST_NBYTES, 1) if pace.loads_layers else _LEAST_NBYTES)
         grammar_process.set_rest(False)
         self.cluster = SimCluster(self.world, self.network, shape, _tokenizers[0])
         self.schedule = schedule
