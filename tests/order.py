@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 LONGEST_FIRST = (
     "e2e/test_ray.py",
+    "tools/prove/test_prove.py",
     "e2e/test_scale.py",
     "e2e/test_chaos.py",
     "e2e/test_kill.py",
