@@ -347,6 +347,9 @@ def test_the_standard_library_works_on_simulated_files(machine: Machine, tmp_pat
         assert sim_os.path.exists("/disk/one/two/b.txt")
         assert not sim_os.path.isfile("/disk/one/two")
         (folder / "b.txt").rename(folder / "c.txt")
+        assert [path.name for path in folder.glob("c.*")] == ["c.txt"]
+        assert MODULES["glob"].glob("/disk/one/*/c.txt") == ["/disk/one/two/c.txt"]
+        assert str((folder / ".." / "two").resolve(strict=True)) == "/disk/one/two"
         sim_os.makedirs("/disk/three/four")
         MODULES["shutil"].copyfile(folder / "c.txt", "/disk/three/c.txt")  # type: ignore[attr-defined]
         below = sim_os.open("/disk/three", os.O_RDONLY | os.O_DIRECTORY)

@@ -13,6 +13,7 @@ import errno
 import fcntl as real_fcntl
 import functools
 import genericpath as real_genericpath
+import glob as real_glob
 import importlib.machinery
 import importlib.util
 import io as real_io
@@ -21,7 +22,7 @@ import pathlib as real_pathlib
 import posixpath as real_posixpath
 import shutil as real_shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -144,6 +145,10 @@ class _FolderEntry:
 
     def is_symlink(self) -> bool:
         """Return False: there are no symbolic links on simulated disks."""
+        return False
+
+    def is_junction(self) -> bool:
+        """Return False, as on every POSIX system."""
         return False
 
 
@@ -337,18 +342,35 @@ io = _with_new_globals(real_io, open=open_file)
 
 
 def _run_again(module: ModuleType, replaced: Mapping[str, ModuleType]) -> ModuleType:
-    """Return a copy of a module of the standard library that imports the replacements."""
-    spec = importlib.util.find_spec(module.__name__)
-    assert spec is not None
-    assert isinstance(spec.loader, importlib.machinery.SourceFileLoader)
-    copy = importlib.util.module_from_spec(spec)
+    """Return a copy of a module of the standard library that imports the replacements; of a package, with its modules.
 
-    def import_(name: str, *args: Any) -> ModuleType:
-        return replaced[name] if name in replaced else builtins.__import__(name, *args)
+    pathlib is a package from Python 3.13 on.
+    """
+    known = dict(replaced)
 
-    copy.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_, "open": open_file}
-    spec.loader.exec_module(copy)
-    return copy
+    def import_(
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] = (),
+        level: int = 0,
+    ) -> ModuleType:
+        whole = importlib.util.resolve_name("." * level + name, (globals or {})["__package__"]) if level else name
+        package, _, last = whole.rpartition(".")
+        if package == module.__name__ and whole not in known:
+            setattr(known[package], last, run(whole))
+        return known[whole] if whole in known else builtins.__import__(name, globals, locals, fromlist, level)
+
+    def run(name: str) -> ModuleType:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert isinstance(spec.loader, importlib.machinery.SourceFileLoader)
+        copy = known[name] = importlib.util.module_from_spec(spec)
+        copy.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_, "open": open_file}
+        spec.loader.exec_module(copy)
+        return copy
+
+    return run(module.__name__)
 
 
 def _flock(fd: Any, operation: int) -> None:
@@ -362,13 +384,16 @@ def _flock(fd: Any, operation: int) -> None:
 _builtins = ModuleType("builtins", builtins.__doc__)
 vars(_builtins).update(vars(builtins), open=open_file)
 
+_glob = _run_again(real_glob, {"os": os})
+
 MODULES: dict[str, ModuleType] = {
     "builtins": _builtins,
     "fcntl": _with_new_globals(real_fcntl, flock=_flock),
+    "glob": _glob,
     "io": io,
     "os": os,
     "os.path": path,
-    "pathlib": _run_again(real_pathlib, {"os": os, "io": io}),
+    "pathlib": _run_again(real_pathlib, {"os": os, "io": io, "glob": _glob, "posixpath": path}),
     "shutil": _run_again(real_shutil, {"os": os, "io": io}),
 }
 """Replacements by name."""
