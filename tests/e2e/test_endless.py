@@ -154,7 +154,7 @@ async def test_it_survives_the_death_of(
 async def test_a_prompt_in_which_the_window_slides_survives_its_prefill_node(
     cluster: Any, model: Model, session: aiohttp.ClientSession
 ) -> None:
-    prompts = [np.random.default_rng(seed).integers(5, 2000, 6000).tolist() for seed in (3, 4)]
+    prompts = [np.random.default_rng(seed).integers(5, 2000, 16_000).tolist() for seed in range(3, 7)]
     asked = [asyncio.create_task(first_tokens(session, cluster, prompt, 100)) for prompt in prompts]
     await prefilling(session, cluster, "prefill-0")
     old = cluster.kill("prefill-0")
