@@ -48,7 +48,7 @@ def test_no_schedule_violates_an_invariant() -> None:
     assert found["failing_seeds"] == [], found["output"]
     assert found["schedules"] >= 30
     assert found["placed again"] > 10  # faults do hit running requests
-    assert found["finished"] > 0.8 * found["requests"]
+    assert found["finished"] > 0.7 * found["requests"]  # the others' clients leave
     assert [path for path in PATHS if not found.get(path)] == []
 
 
