@@ -10,33 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from decode_node.server import DecodeService
-from messenger import Messenger
 from messenger.errors import MessengerError
 from tools.prove.instances import on_creation, remember, running_process
 from tools.prove.world.scheduler import ProcessState, world
 from worker.kv_notification import KV_TAG, PushedBlocks, pack_notification
+from worker.node import WorkerNode
 
 
 def watch() -> None:
-    """Remember messengers and reservations. Once per process."""
-    on_creation(Messenger, lambda messenger: remember("messenger", messenger))
-    open_reservation = DecodeService._open_reservation
-
-    def watched(self: DecodeService, request: Any, reserve: Any, taken: Any) -> Any:
-        reservation = open_reservation(self, request, reserve, taken)
-        remember("reservations", (self.node, reservation))
-        return reservation
-
-    DecodeService._open_reservation = watched  # type: ignore[method-assign]
+    """Remember workers. Once per process."""
+    on_creation(WorkerNode, lambda node: remember("workers", node))
 
 
 def forge(victim: ProcessState, sender: ProcessState) -> None:
-    """Let `sender` forge a notification for each open reservation of `victim`."""
-    for node, reservation in victim.objects.get("reservations", []):
-        if reservation.gone is None and not reservation.fenced and node.memory.windows is None:
-            payload = _payload(node, reservation)
-            world().spawn(sender, lambda payload=payload, node=node: _send(node.endpoint, payload), "adversary")  # type: ignore[misc]
+    """Let the worker `sender` forge a notification for each open reservation of the decode node `victim`."""
+    for node in victim.objects.get("workers", []):
+        for _, reservation in node.kv_receiver._by_epoch.values():
+            if not reservation.fenced and node.memory.windows is None:
+                payload = _payload(node, reservation)
+                world().spawn(sender, lambda payload=payload, node=node: _send(node.endpoint, payload), "adversary")  # type: ignore[misc]
 
 
 def _payload(node: Any, reservation: Any) -> bytes:
@@ -49,8 +41,8 @@ def _payload(node: Any, reservation: Any) -> bytes:
 
 
 def _send(endpoint: Any, payload: bytes) -> None:
-    messenger = running_process().objects["messenger"][-1]
+    [own] = running_process().objects["workers"]
     try:
-        messenger.connect(endpoint).notify(KV_TAG, payload).result(5.0)
+        own.messenger.connect(endpoint).notify(KV_TAG, payload).result(5.0)
     except (MessengerError, TimeoutError):
         world().tell(running_process().name, "the forged notification was not delivered")

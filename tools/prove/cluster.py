@@ -269,13 +269,12 @@ async def ask(
 
 async def _ask(service: Service, asked: AskedRequest, client: ClientBehaviour) -> None:
     """Send a request to a frontend, and record the tokens as the client reads them."""
-    caller = _CALLER
-    reservation = service.quotas.enter(caller)
+    reservation = service.quotas.enter(_CALLER)
     try:
         try:
             body = CompletionBody.model_validate(asked.body)
             model = await service.admit(body.model)
-            context = RequestContext(time.monotonic(), caller)
+            context = RequestContext(time.monotonic(), _CALLER)
             context = replace(context, slo_class=context.class_beside(body.slo_class))
             requests = asked.requests = await model.preparer.completion(body, context)
             reservation.reserve(requests)

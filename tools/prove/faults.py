@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tools.prove import adversary
 from tools.prove.cluster import AskedRequest, Node, SimCluster
-from tools.prove.schedule import LOAD_S, SimFault
+from tools.prove.schedule import LINK_FAULTS, LOAD_S, SimFault
 from tools.prove.world.network import SimNetwork
 from tools.prove.world.process import Process
 from tools.prove.world.scheduler import Moment, World
@@ -75,7 +75,7 @@ class Faults:
             target, other = {"here": (here, partner), "there": (partner, here)}.get(
                 fault.target, (nodes.get(fault.target, here), here)
             )
-            if fault.kind in ("cut", "cut one way", "slow", "reset", "garbles", "host"):
+            if fault.kind in (*LINK_FAULTS, "host"):
                 found = replace(fault, target=target.host, other=other.host)
             elif fault.kind == "leave":
                 found = replace(fault, target=self._name_of(moment.request_id, its_own=fault.target == "here"))

@@ -23,7 +23,7 @@ FINISH_S = 45.0  # for a request, while the same faults last
 
 
 class LivenessCheck:
-    """Watches one schedule. `look` is to be called often; problems go to the world."""
+    """Watches one schedule; problems go to the world."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LivenessCheck:
             if node.process is None or node.process.is_dead:
                 continue
             if node.process.is_paused:
-                if self._is_only_fault("hang", node.name) and self._is_member(node.name):
+                if self._only_hangs(node.name) and self._is_member(node.name):
                     if not self._is_suspect(node.name):
                         lasting[f"{node.name} stands still, and is not suspect"] = NOTICE_S
                     lasting |= dict.fromkeys(self._waits_for(node), NOTICE_S)
@@ -79,9 +79,9 @@ class LivenessCheck:
             self._told.add(problem)
             self._world.problem(problem)
 
-    def _is_only_fault(self, kind: str, target: str) -> bool:
-        faults = self._faults.lasting
-        return len(faults) == 1 and faults[0].kind == kind and faults[0].target == target
+    def _only_hangs(self, name: str) -> bool:
+        """True if the only fault that lasts is that this node stands still."""
+        return [(fault.kind, fault.target) for fault in self._faults.lasting] == [("hang", name)]
 
     def _running(self, role: str) -> Iterator[Node]:
         for node in self._cluster.nodes.values():

@@ -79,6 +79,7 @@ MOMENTS = (
     "leased",
     "copies",
 )
+LINK_FAULTS = ("cut", "cut one way", "slow", "garbles", "reset")
 DISK_FAULTS = ("lies", "full", "slow", "stalled", "read_errors", "write_errors", "flip")
 
 
@@ -192,7 +193,7 @@ def _fault(rng: random.Random, nodes: Sequence[str], hosts: Sequence[str]) -> Si
     at_s, for_s = rng.uniform(0.0, LOAD_S), rng.choice((0.05, 0.5, 2.0, 8.0, 15.0))
     if kind == "hang" and rng.random() < 0.2:
         for_s = 120.0
-    if kind in ("cut", "cut one way", "slow", "garbles", "reset"):
+    if kind in LINK_FAULTS:
         target, other = rng.sample(list(hosts), 2)
         return SimFault(kind, at_s, for_s, target, other)
     if kind == "host":

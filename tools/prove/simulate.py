@@ -73,7 +73,7 @@ class Simulation:
         set_world(self.world)
         pace = schedule.pace
         self.network = SimNetwork(self.world, latency_s=pace.latency_s, bytes_per_s=pace.bytes_per_s)
-        self.world.pace, self.world.handle_s = pace, pace.handle_s
+        self.world.pace = pace
         vars(kv_loading).update(dict.fromkeys(_LEAST_NBYTES, 1) if pace.loads_layers else _LEAST_NBYTES)
         grammar_process.set_rest(False)
         self.cluster = SimCluster(self.world, self.network, shape, _tokenizers[0])

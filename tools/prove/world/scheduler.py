@@ -141,7 +141,6 @@ class World:
         self.order = random.Random(f"order {seed}")
         self.chance = random.Random(f"chance {seed}")
         self.pace: Any = None  # of the schedule
-        self.handle_s = 0.0  # most that a slow handle of an event loop takes
         self.num_steps = 0
         self.num_events = 0
         self.processes: list[ProcessState] = []
@@ -180,6 +179,11 @@ class World:
         line = f"{self.now_ns} {who}: {what}"
         self._digest.update(line.encode() + b"\n")
         self.story.append((self.now_ns, who, what))
+
+    @property
+    def handle_s(self) -> float:
+        """Most that a slow handle of an event loop takes; 0: none is slow."""
+        return 0.0 if self.pace is None else float(self.pace.handle_s)
 
     # Threads
 
