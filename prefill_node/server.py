@@ -120,6 +120,8 @@ class PrefillService:
             reserved.set()
             pusher.open(self._destination(handoff))
             await loaded.wait()
+            if work.loading is not None:  # layers are still on their way, and whatever is pushed counts as right
+                await asyncio.wait([work.loading])
             reused = range(max(pusher.first_block, pusher.window_from), work.reused_tokens // node.config.block_tokens)
             pusher.push_blocks(reused, on_request=False)
 
