@@ -14,6 +14,8 @@ from engine import Model, load_model
 from engine.random_model import RandomModelSpec, write_random_model
 from kvpool.local.server import start_local_pool_server
 from messenger import PeerLost
+from prefill_node.handoff import PrefillHandoff
+from prefill_node.push import Pusher
 from worker import kv_loading
 from worker.kv_loading import PoolLoad
 from worker.shielded_wait import shielded
@@ -49,15 +51,15 @@ class Reads:
         self.events: list[tuple[str, int]] = []
         self.held: dict[int, asyncio.Event] = {}
         self.failing: dict[int, Exception] = {}
-        self.begun = {layer: asyncio.Event() for layer in range(LAYERS)}
+        self.arrived = {layer: asyncio.Event() for layer in range(LAYERS)}
         self.computed = {layer: asyncio.Event() for layer in range(LAYERS)}
         self._lock = threading.Lock()
         read, written = PoolLoad._read, pair.prefill._layer_written
 
         async def gated(load: Any, piece: Any, pin: Any) -> Any:
             layer = piece.layers[0]
-            self.begun[layer].set()
             right = await read(load, piece, pin)
+            self.arrived[layer].set()
             if layer in self.held:
                 await shielded(asyncio.ensure_future(self.held[layer].wait()))
             if layer in self.failing:
@@ -236,6 +238,7 @@ async def test_a_cancelled_request_keeps_its_slots_until_its_reads_have_ended(
     await pair.frontend.submit(pair.submit(turn, "doomed"))
     async with asyncio.timeout(60):
         await reads.computed[LAYERS - 2].wait()
+        await reads.arrived[LAYERS - 1].wait()
         for name in ("prefill", "decode"):
             await pair.frontend.cancel(name, "doomed", 1)
         while node.engine.num_sequences:  # the step gives up at once, without the layer
@@ -249,24 +252,65 @@ async def test_a_cancelled_request_keeps_its_slots_until_its_reads_have_ended(
     assert again.token_ids == greedy(deep, turn, 12)
 
 
-async def test_layers_of_two_kinds_arrive_in_their_order(
-    start_pair: Start, tmp_path: Path, prompt: Prompt, greedy: Greedy
-) -> None:
-    path = write_random_model(
-        tmp_path / "windows",
+@pytest.fixture(scope="module")
+def windowed_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(
+        tmp_path_factory.mktemp("windows"),
         RandomModelSpec(
             family="qwen2", layers=LAYERS, vocab=256, max_len=512, scale=3.0, seed=3, window=24, full_layers=3
         ),
     )
-    model = load_model(path, threads=1)
-    pair = await start_pair(pool=True, path=path)
+
+
+async def test_layers_of_two_kinds_arrive_in_their_order(
+    start_pair: Start, windowed_path: Path, prompt: Prompt, greedy: Greedy
+) -> None:
+    pair = await start_pair(pool=True, path=windowed_path)
     first = await pair.ask(prompt(64), "first", max_tokens=6)
     pair.forget()
     turn = [*prompt(64), *first.token_ids, *prompt(21, seed=1)]
     second = await pair.ask(turn, "second")
-    assert second.token_ids == greedy(model, turn, 12)
+    assert second.token_ids == greedy(load_model(windowed_path, threads=1), turn, 12)
     assert second.cached_tokens == 69
     assert counter(pair, "recomputed_blocks") == 0
+
+
+async def test_reused_blocks_are_pushed_when_all_of_their_layers_are_loaded(
+    start_pair: Start, windowed_path: Path, prompt: Prompt, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = await start_pair(pool=True, path=windowed_path)
+    first = await pair.ask(prompt(64), "first", max_tokens=6)
+    pair.forget()
+    reads, reserved = Reads(pair, monkeypatch), asyncio.Event()
+    reads.hold(*range(1, LAYERS))
+    reserve, push_blocks = PrefillHandoff.reserve, Pusher.push_blocks
+
+    async def watched_reserve(handoff: PrefillHandoff) -> None:
+        await reserve(handoff)
+        reserved.set()
+
+    def watched_push(pusher: Pusher, blocks: Any, *, on_request: bool) -> None:
+        if blocks and not on_request:
+            reads._note("pushed", max(blocks))
+        push_blocks(pusher, blocks, on_request=on_request)
+
+    monkeypatch.setattr(PrefillHandoff, "reserve", watched_reserve)
+    monkeypatch.setattr(Pusher, "push_blocks", watched_push)
+    turn = [*prompt(64), *first.token_ids, *prompt(3, seed=1)]  # its end sees reused blocks
+    request = await pair.frontend.submit(pair.submit(turn, "second"))
+    async with asyncio.timeout(60):
+        await reads.computed[0].wait()
+        await reserved.wait()
+        for _ in range(10):  # whatever goes on after the reservation does so before the other layers are there
+            await asyncio.sleep(0)
+        reads.release()
+        await request.ended.wait()
+    assert request.failures == []
+    assert request.token_ids == greedy(load_model(windowed_path, threads=1), turn, 12)
+    assert request.cached_tokens == 69
+    pushed = [i for i, (what, _) in enumerate(reads.events) if what == "pushed"]
+    assert pushed
+    assert min(pushed) > max(i for i, (what, _) in enumerate(reads.events) if what == "read")
 
 
 async def test_an_unexpected_failure_of_a_load_fails_the_request_and_frees_everything(
@@ -302,6 +346,7 @@ async def test_an_answer_that_is_ended_during_its_load_saves_nothing_that_was_no
     async with asyncio.timeout(60):
         while not node.engine.num_sequences:
             await asyncio.sleep(0.01)
+        await reads.arrived[LAYERS - 1].wait()
         await pair.frontend.cancel("prefill", "ended", 1, keep_kv=keep_kv)
         while node.engine.num_sequences:
             await asyncio.sleep(0.01)

@@ -192,7 +192,7 @@ class Faults:
         for arena in arenas:
             array = arena()
             used, chance = array.nonzero()[0], self.world.chance
-            count = chance.choice((1, 30)) if len(used) else 0
+            count = chance.choice((1, 100)) if len(used) else 0
             for _ in range(count):
                 array[int(used[chance.randrange(len(used))])] ^= 1 << chance.randrange(8)
             self.world.tell("fault", f"{count} bits of the arena of {node.name} are flipped")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,13 +41,18 @@ class HashModel:
     words: int
     vocab_size: int
 
-    @property
+    @cached_property
     def salt(self) -> np.uint64:
         """Hash of the model's name."""
         salt = np.uint64(0)
         for byte in self.name.encode():
             salt = mixed(np.array([salt ^ np.uint64(byte)]))[0]
         return salt
+
+    @cached_property
+    def weights(self) -> Hashes:
+        """Weights [words] of a token's words in the hash of what is read."""
+        return mixed(np.arange(1, self.words + 1, dtype=np.uint64))
 
     def layer_words(self, layer: int, start: int, ids: NDArray[np.int32], seen: Hashes) -> Words:
         """Return the words [n, words] of `layer` of tokens from position `start` on, which saw `seen` [n] below."""
@@ -58,12 +64,9 @@ class HashModel:
 
     def read(self, start: int, words: Words) -> Hashes:
         """Return the hash [n] of what is read at each position from `start` on; `words` is [n, words]."""
-        weights = mixed(np.arange(1, self.words + 1, dtype=np.uint64))
         positions = np.arange(start, start + len(words), dtype=np.uint64)
-        found: Hashes = mixed(
-            mixed((words.astype(np.uint64) * weights[None, :]).sum(axis=1, dtype=np.uint64)) ^ positions
-        )
-        return found
+        sums = (words.astype(np.uint64) * self.weights[None, :]).sum(axis=1, dtype=np.uint64)
+        return mixed(mixed(sums) ^ positions)
 
     def seen(self, layer: int, hashes: Hashes, first: int, start: int) -> Hashes:
         """Return what tokens from position `start` on see of a layer, whose `hashes` begin at position `first`."""

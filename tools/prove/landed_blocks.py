@@ -23,7 +23,7 @@ def watch() -> None:
         landed(self, layers, blocks, right)
         [steps] = running_process().objects["hash steps"]
         model, memory = steps._model, steps._memory
-        if self.request.rolling is None and not any(model.windows) and not self.fenced and self.gone is None:
+        if self.request.rolling is None and not self.fenced and self.gone is None:
             _check(model, memory, self, layers, blocks, np.broadcast_to(right, (len(layers), len(blocks))))
 
     Reservation.landed = watched  # type: ignore[method-assign]
@@ -37,7 +37,12 @@ def _check(
         known = reservation.simulated_reference = ReferenceSequence(model, reservation.request.prompt.tolist())
     table, size = np.asarray(reservation.slots, np.int32), memory.block_tokens
     for i, layer in enumerate(layers):
-        for block in blocks[right[i]].tolist():
+        arrived = blocks[right[i]]
+        if model.windows[layer]:  # of earlier blocks, nothing is seen
+            group, _ = memory.place_of_layer[layer]
+            has_slot = memory.numbers(group, table[arrived]) >= 0
+            arrived = arrived[has_slot & (arrived >= reservation.seen_from)]
+        for block in arrived.tolist():
             start, end = block * size, min((block + 1) * size, len(reservation.request.prompt))
             found = model.read(start, memory.read(layer, table, start, end))
             if not np.array_equal(found, known.hashes(layer)[start:end]):

@@ -79,6 +79,10 @@ MOMENTS = (
     "leased",
     "copies",
 )
+_KINDS_AT_MOMENTS = (
+    *("leave", "leave", "kill", "kill", "hang", "stop"),
+    *("cut", "cut one way", "slow", "reset", "host", "flip", "garbles"),
+)
 LINK_FAULTS = ("cut", "cut one way", "slow", "garbles", "reset")
 DISK_FAULTS = ("lies", "full", "slow", "stalled", "read_errors", "write_errors", "flip")
 
@@ -213,14 +217,15 @@ def _fault(rng: random.Random, nodes: Sequence[str], hosts: Sequence[str]) -> Si
 
 
 def _fault_at_moment(rng: random.Random) -> SimFault:
-    kind = rng.choice(("leave", "leave", "kill", "kill", "hang", "stop", "cut", "cut one way", "slow", "reset", "host"))
+    kind = rng.choice(_KINDS_AT_MOMENTS)
     for_s = rng.choice((0.05, 0.5, 2.0, 8.0, 15.0, 45.0))
+    damages = kind in ("flip", "garbles")  # KV that somebody is about to load
     return SimFault(
         kind,
-        rng.uniform(0.0, 0.8 * LOAD_S),
+        rng.uniform(0.0, (0.2 if damages else 0.8) * LOAD_S),
         for_s,
-        rng.choice(("here", "here", "there", "there", "conductor-0")),
-        moment=rng.choice(MOMENTS),
+        "here" if damages else rng.choice(("here", "here", "there", "there", "conductor-0")),
+        moment="leased" if damages else rng.choice(MOMENTS),
         nth=rng.choice((1, 1, 1, 2, 3, 6)),
         delay_s=rng.choice((0.0, 1e-4, 1e-3, 1e-2, 0.1)) * rng.random(),
     )

@@ -8,7 +8,19 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+import torch
+
+from conductor.directory import table
+from conductor.policy.kernels import prefill_kernels
+from conductor.policy.lengths import length_kernels
+from conductor.policy.placement.decode import decode_kernels
+from engine.logprobs import log_probs
+from engine.sampling import SamplingRow, sample
 from frontend.tokenizer import Tokenizer
+from kvpool import digest
+from kvpool.policy.eviction.shadows import Shadows
+from messenger import UnitSection
+from messenger.native.unit_digests import UnitDigests
 from settings.worker import BUNDLED_MODEL
 from tools.prove import entered, grammar_process
 from tools.prove.cluster import AskedRequest, ClientBehaviour, SimCluster, SimShape, ask
@@ -43,7 +55,21 @@ def warm_up() -> None:
         observe()
         entered.watch()
         grammar_process.install()
+        _load_kernels()
         _tokenizers.append(Tokenizer(BUNDLED_MODEL))
+
+
+def _load_kernels() -> None:
+    """Load compiled functions before processes are forked: each of them would take a third of its time for it."""
+    table.warm_up()
+    prefill_kernels()
+    decode_kernels()
+    length_kernels()
+    Shadows()
+    digest.warm_up()
+    UnitDigests([UnitSection(0, 4, 1)], 4)
+    row = SamplingRow(temperature=1.0, top_p=1.0, top_k=0, seed=0, choice=0, index=0)
+    log_probs(torch.zeros(1, 2), sample(torch.zeros(1, 2), [row]), 1)
 
 
 @dataclass

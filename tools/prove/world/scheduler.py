@@ -14,7 +14,7 @@ import heapq
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -33,13 +33,13 @@ class TooLong(Exception):
     """The schedule used more steps than it may."""
 
 
-@dataclass(order=True)
 class Timer:
     """Callback at an instant. `cancel` may be called at any time."""
 
-    due_ns: int
-    order: int
-    callback: Callable[[], None] | None = field(compare=False)
+    __slots__ = ("callback",)
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
         """Do not call back."""
@@ -147,7 +147,7 @@ class World:
         self.disks: dict[str, Any] = {}  # by host
         self.network: Any = None  # set by SimNetwork
         self._most_steps = most_steps
-        self._timers: list[Timer] = []
+        self._timers: list[tuple[int, int, Timer]] = []  # (when, number, callback), a heap
         self._runnable: list[SimThread] = []
         self._numbers = 0
         self._hub = getcurrent()
@@ -297,8 +297,8 @@ class World:
 
     def at(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         """Call back in the scheduler after `delay_s` seconds."""
-        timer = Timer(self.now_ns + max(0, int(delay_s * SECOND_NS)), self.next_number(), callback)
-        heapq.heappush(self._timers, timer)
+        timer = Timer(callback)
+        heapq.heappush(self._timers, (self.now_ns + max(0, int(delay_s * SECOND_NS)), self.next_number(), timer))
         return timer
 
     # The scheduler
@@ -310,8 +310,8 @@ class World:
         """
         end_ns = self.now_ns + int(limit_s * SECOND_NS)
         while not until():
-            while self._timers and self._timers[0].due_ns <= self.now_ns:
-                timer = heapq.heappop(self._timers)
+            while self._timers and self._timers[0][0] <= self.now_ns:
+                _, _, timer = heapq.heappop(self._timers)
                 if timer.callback is not None:
                     timer.callback()
             if self._runnable:
@@ -326,13 +326,14 @@ class World:
                 elif not thread.process.is_dead:
                     thread.resume()
             elif self._timers:
-                if self._timers[0].callback is None:
+                due_ns, _, timer = self._timers[0]
+                if timer.callback is None:
                     heapq.heappop(self._timers)
                     continue
-                if self._timers[0].due_ns > end_ns:
+                if due_ns > end_ns:
                     self.now_ns = end_ns
                     return until()
-                self.now_ns = max(self.now_ns, self._timers[0].due_ns)
+                self.now_ns = max(self.now_ns, due_ns)
             elif until():  # a timer made it so
                 return True
             else:
