@@ -196,6 +196,16 @@ class EngineSettings(SettingsGroup):
             "are unchanged; off: every start hashes all weights"
         ),
     ] = "on"
+    step_timeout_s: Annotated[
+        float,
+        Key(
+            "Seconds after which a worker ends at once if a step of its engine has not ended: its requests move to "
+            "other workers. Longer than its longest step; 0: never. Not used by vLLM workers",
+            low=0,
+            high=86400,
+            unit="s",
+        ),
+    ] = 300.0
     worker_drain_grace_s: Annotated[
         float,
         Key(

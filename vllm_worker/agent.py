@@ -92,6 +92,10 @@ class ServedRunner:
     def num_sequences(self) -> int:
         return len(self._runs)
 
+    @property
+    def step_in_progress(self) -> int:
+        return 0  # steps are vLLM's own
+
     def submit(self, sequence: EngineSequence) -> None:
         """Tell the scheduler that the reused KV is in the slots."""
         number = next(self._numbers)

@@ -75,6 +75,10 @@ class VllmRunner:
     def num_sequences(self) -> int:
         return len(self._runs)
 
+    @property
+    def step_in_progress(self) -> int:
+        return 0  # steps are vLLM's own
+
     async def _warm_up(self) -> None:
         """Compute one prompt with everything that vLLM compiles when it is first needed."""
         from vllm import SamplingParams

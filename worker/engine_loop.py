@@ -27,11 +27,12 @@ Threads, locks and lifetimes:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -118,6 +119,8 @@ class EngineLoop:
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._closing = False
         self._ended_by: BaseException | None = None  # the error that ended the thread
+        self._num_begun = 0  # steps and calls, each time that they begin to compute
+        self._is_computing = False
         self._decoding: list[EngineSequence] = []
         self._prefilling: list[EngineSequence] = []
         self._was_shared = False  # the last step was a chunk of a prefill group
@@ -179,6 +182,23 @@ class EngineLoop:
             self._wake.notify()
         if self._thread.ident is not None:
             self._thread.join()
+
+    @property
+    def step_in_progress(self) -> int:
+        """Number of the step that computes now; 0 between steps, and while one waits for layers."""
+        return self._num_begun if self._is_computing else 0
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        self._computes(True)
+        try:
+            yield
+        finally:
+            self._computes(False)
+
+    def _computes(self, computes: bool) -> None:
+        self._num_begun += computes
+        self._is_computing = computes
 
     @property
     def num_sequences(self) -> int:
@@ -264,7 +284,8 @@ class EngineLoop:
             function, done = self._calls.popleft()
         if done.set_running_or_notify_cancel():
             try:
-                function()
+                with self._computing():
+                    function()
             except Exception as error:  # whoever asked for the call is told
                 done.set_exception(error)
             else:
@@ -331,12 +352,14 @@ class EngineLoop:
         gate = sequence.gate
         if gate is None or (gate.error is None and gate.has(layer)):
             return
+        began_s = time.monotonic()
+        self._computes(False)
         if sequence.loading is None:
             gate.wait(layer)
-            return
-        began_s = time.monotonic()
-        gate.wait(layer, lambda: self._must_give_up(sequence, time.monotonic() - began_s))
-        sequence.waited_s += time.monotonic() - began_s
+        else:
+            gate.wait(layer, lambda: self._must_give_up(sequence, time.monotonic() - began_s))
+            sequence.waited_s += time.monotonic() - began_s
+        self._computes(True)
 
     def _must_give_up(self, sequence: EngineSequence, waited_s: float) -> bool:
         """Return True if other work waits only because the sequence's step waits for a layer.
@@ -439,7 +462,8 @@ class EngineLoop:
         for window, start, end in windowed:
             window.step(start // block_tokens, -(-end // block_tokens))
         waited_s = sum(s.waited_s for s, _ in chunks)
-        chosen = self._steps.run(decoding, chunks, hook, before)
+        with self._computing():
+            chosen = self._steps.run(decoding, chunks, hook, before)
         waited_s = sum(s.waited_s for s, _ in chunks) - waited_s
         for window, _, end in windowed:  # the step has ended, on the device, too
             window.leave(end // block_tokens)

@@ -67,6 +67,10 @@ class SequenceRunner(Protocol):
     def num_sequences(self) -> int:
         """Number of submitted sequences that have not left."""
 
+    @property
+    def step_in_progress(self) -> int:
+        """Number of the step that computes now; 0 if none does, or if it is not known."""
+
 
 class EngineNode(ABC):
     """State of the requests on one worker, and what it reports. One per process."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
@@ -24,7 +27,7 @@ from rpc.control import open_channel
 from settings.keys import assemble
 from worker.config import WorkerConfig
 from worker.errors import EngineBroken
-from worker.policy import MAX_FAILED_STEPS, EngineHealth
+from worker.policy import MAX_FAILED_STEPS, EngineHealth, StepWatch
 
 
 def test_failures_count_in_a_row_only() -> None:
@@ -37,6 +40,17 @@ def test_failures_count_in_a_row_only() -> None:
     for _ in range(3):
         health.failed()
     assert health.is_broken
+
+
+def test_a_step_never_ends_if_all_looks_within_the_longest_one_have_seen_it() -> None:
+    watch = StepWatch()
+    for step in (1, 0, 2):  # each for as long as a step may last
+        assert not any(watch.look(step) for _ in range(StepWatch.LOOKS))
+    for _ in range(3 * StepWatch.LOOKS):  # nothing to compute
+        assert not watch.look(0)
+    for _ in range(StepWatch.LOOKS):
+        assert not watch.look(3)
+    assert watch.look(3)
 
 
 def test_the_attempts_of_one_request_do_not_end_a_node() -> None:
@@ -73,6 +87,24 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     return switch
 
 
+def worker_settings(folder: Path, model_path: Path, conductor: str, **options: Any) -> WorkerConfig:
+    return assemble(
+        WorkerConfig,
+        device="cpu",
+        threads=1,
+        node_id="w",
+        listen=f"unix:{folder}/w.sock",
+        conductor_targets=(conductor,),
+        pool_target="",
+        model=model_path,
+        served_model_name=("m",),
+        block_tokens=8,
+        capacity_tokens=1024,
+        messenger=assemble(MessengerConfig, shm_dir=folder),
+        **options,
+    )
+
+
 @pytest.fixture
 async def start(tmp_path: Path, model_path: Path, engine: Engine) -> AsyncIterator[Callable[[], Awaitable[Any]]]:
     """Starts an aggregated worker that has joined a conductor: (its task, its target, the conductor's)."""
@@ -84,20 +116,7 @@ async def start(tmp_path: Path, model_path: Path, engine: Engine) -> AsyncIterat
         config = assemble(ConductorConfig, listen=f"unix:{tmp_path}/c.sock")
         tasks.append(asyncio.create_task(serve_conductor(config, stop, conductor.set_result)))
         ready: asyncio.Future[str] = loop.create_future()
-        settings = assemble(
-            WorkerConfig,
-            device="cpu",
-            threads=1,
-            node_id="w",
-            listen=f"unix:{tmp_path}/w.sock",
-            conductor_targets=(await conductor,),
-            pool_target="",
-            model=model_path,
-            served_model_name=("m",),
-            block_tokens=8,
-            capacity_tokens=1024,
-            messenger=assemble(MessengerConfig, shm_dir=tmp_path),
-        )
+        settings = worker_settings(tmp_path, model_path, await conductor)
         serving = asyncio.create_task(serve_worker(settings, "aggregated", stop, ready.set_result))
         tasks.append(serving)
         async with asyncio.timeout(60):
@@ -144,3 +163,59 @@ async def test_a_worker_whose_every_step_fails_leaves_with_an_error(start: Any, 
             await serving
         cluster = await ConductorStub(conductor_channel).Cluster(ClusterRequest())
         assert list(cluster.nodes) == []
+
+
+def serve_until_a_step_stalls(folder: Path, model_path: Path, conductor: str) -> None:
+    """Be a worker; steps never end once `folder`/stall exists."""
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        model = load_model(*args, **kwargs)
+        real = model.run
+
+        def run(*args: Any) -> Any:
+            if (folder / "stall").exists():
+                threading.Event().wait()
+            return real(*args)
+
+        model.run = run  # type: ignore[method-assign]
+        return model
+
+    worker.transformer.load_model = load
+    settings = worker_settings(folder, model_path, conductor, step_timeout_s=0.5)
+    ready = (folder / "ready").write_text
+    asyncio.run(serve_worker(settings, "aggregated", asyncio.Event(), ready))
+
+
+async def test_a_worker_whose_step_never_ends_leaves_at_once(tmp_path: Path, model_path: Path) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    listening: asyncio.Future[str] = loop.create_future()
+    config = assemble(ConductorConfig, listen=f"unix:{tmp_path}/c.sock")
+    serving = asyncio.create_task(serve_conductor(config, stop, listening.set_result))
+    spawned = multiprocessing.get_context("spawn").Process(
+        target=serve_until_a_step_stalls, args=(tmp_path, model_path, await listening), daemon=True
+    )
+    spawned.start()
+    try:
+        async with asyncio.timeout(120):
+            while not (tmp_path / "ready").exists():
+                assert spawned.exitcode is None
+                await asyncio.sleep(0.05)
+            async with open_channel(f"unix:{tmp_path}/w.sock") as channel:
+                stream = WorkerStub(channel).Attach()
+                await stream.write(FrontendMessage(hello=Hello(frontend_id="f", incarnation=1)))
+                await stream.read()
+                await stream.write(submit(1))
+                assert await ended(stream, 1) == "finished"  # steps that end are left alone
+                (tmp_path / "stall").touch()
+                await stream.write(submit(2))
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await ended(stream, 2)
+            await asyncio.to_thread(spawned.join)
+        assert spawned.exitcode == 1
+        async with open_channel(config.listen.listen) as channel, asyncio.timeout(60):
+            while (await ConductorStub(channel).Cluster(ClusterRequest())).nodes:
+                await asyncio.sleep(0.05)
+    finally:
+        spawned.kill()
+        stop.set()
+        await serving

@@ -39,6 +39,7 @@ from worker.config import WorkerConfig
 SimPath = MODULES["pathlib"].Path
 log = logging.getLogger(__name__)
 
+STEP_TIMEOUT_S = 5.0  # of workers; their steps take up to a second
 _CALLER = ApiCaller("tenant", quota=Quota(requests_per_minute=10**6, tokens_per_minute=10**9, max_concurrent=1000))
 
 
@@ -193,6 +194,7 @@ class SimCluster:
             capacity_tokens=self.shape.capacity_tokens,
             window_slots=self.shape.window_slots,
             prefill_chunk_tokens=32,
+            step_timeout_s=STEP_TIMEOUT_S,
             host_id=node.host,
             messenger=self._messenger(node, port + 1),
         )

@@ -241,11 +241,30 @@ class Faults:
         elif fault.kind == "hang":
             self.world.pause(process)
             self.world.at(fault.for_s, lambda: self._go_on_after(fault, process))
+        elif fault.kind == "stall":
+            self._stall(fault, node, process)
         elif fault.kind == "stop":
             self.cluster.shut_down(node)
             self.world.at(fault.for_s, lambda: self._restart_when_ended(fault, node, process))
         else:
             raise AssertionError(f"unknown fault {fault.kind}")
+
+    def _stall(self, fault: SimFault, node: Node, process: Process) -> None:
+        """The engine's next step never ends; the worker does, and is started again."""
+        if node.role not in ("prefill", "decode"):
+            self._over(fault)
+            return
+        process.objects["on stall"] = [lambda: self._stalled(fault, node, process)]
+        self.world.at(fault.for_s, lambda: self._stall_in_vain(fault, process))
+
+    def _stalled(self, fault: SimFault, node: Node, process: Process) -> None:
+        self.world.tell("fault", f"the engine of {node.name} stands still")
+        self._restart_when_ended(fault, node, process)
+
+    def _stall_in_vain(self, fault: SimFault, process: Process) -> None:
+        """No step came."""
+        if process.objects.pop("on stall", None):
+            self._over(fault)
 
     def _restart_when_ended(self, fault: SimFault, node: Node, process: Process) -> None:
         if process.is_dead:

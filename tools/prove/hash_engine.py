@@ -20,6 +20,7 @@ from kvpool import KvSpec, Provenance
 from messenger import Messenger
 from messenger.staging import READY, Ticket
 from tools.prove.hash_model import Hashes, HashModel, Words
+from tools.prove.instances import running_process
 from tools.prove.world.scheduler import world
 from worker.engine_interface import OnLayer, SampledToken, SteppedEngine
 from worker.errors import RequestRefused
@@ -130,6 +131,9 @@ class HashSteps:
         before_layer: OnLayer | None = None,
     ) -> list[SampledToken | None]:
         """As StepRunner.run."""
+        if on_stall := running_process().objects.pop("on stall", []):
+            on_stall[0]()
+            world().park()
         parts = [(s, s.num_computed, s.num_tokens) for s in decoding] + [(s, c.start, c.end) for s, c in chunks]
         tables = [self._table(*part) for part in parts]  # first: they may be replaced by longer ones meanwhile
         seen = [np.zeros(end - start, np.uint64) for _, start, end in parts]

@@ -64,6 +64,7 @@ KINDS = (
     "disk",
     "all leave",
     "forge",
+    "stall",
 )
 MOMENTS = (
     "scheduled",
@@ -80,7 +81,7 @@ MOMENTS = (
     "copies",
 )
 _KINDS_AT_MOMENTS = (
-    *("leave", "leave", "kill", "kill", "hang", "stop"),
+    *("leave", "leave", "kill", "kill", "hang", "stop", "stall"),
     *("cut", "cut one way", "slow", "reset", "host", "flip", "garbles"),
 )
 LINK_FAULTS = ("cut", "cut one way", "slow", "garbles", "reset")
@@ -212,6 +213,10 @@ def _fault(rng: random.Random, nodes: Sequence[str], hosts: Sequence[str]) -> Si
     if kind == "forge":
         return SimFault(
             kind, at_s, 0.0, "here", moment="reserved", nth=rng.randrange(1, 12), delay_s=3e-3 * rng.random()
+        )
+    if kind == "stall":
+        return SimFault(
+            kind, at_s, for_s, rng.choice([node for node in nodes if node.startswith(("prefill", "decode"))])
         )
     return SimFault(kind, at_s, for_s, rng.choice(nodes), after_steps=rng.choice((0, rng.randrange(1, 600))))
 

@@ -1,7 +1,7 @@
 """Pure decisions of workers: slots, steps, scheduling order, engine health. No I/O, clock or torch."""
 
 from worker.policy.batch import BatchLimits, BatchPlan, PlanStep, PrefillChunk, plan_step
-from worker.policy.health import MAX_FAILED_STEPS, CircuitBreaker, EngineHealth
+from worker.policy.health import MAX_FAILED_STEPS, CircuitBreaker, EngineHealth, StepWatch
 from worker.policy.preemption import RunningAnswer, answers_to_preempt
 from worker.policy.slots import SlotPool, TakenSlots
 from worker.policy.step_budget import StepBudget
@@ -26,6 +26,7 @@ __all__ = [
     "RunningAnswer",
     "SlotPool",
     "StepBudget",
+    "StepWatch",
     "TakenSlots",
     "WindowHold",
     "WindowSlots",

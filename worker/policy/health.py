@@ -72,3 +72,22 @@ class EngineHealth:
     def is_broken(self) -> bool:
         """True if no step can be expected to succeed, so that the process must be restarted."""
         return self.num_failed >= self._max_failed_steps
+
+
+class StepWatch:
+    """Tells a step of the engine that never ends from one that takes long.
+
+    It counts looks, not time: a process that was stopped for a while has looked no more often than its engine could
+    compute.
+    """
+
+    LOOKS: Final = 10  # within the longest step
+
+    def __init__(self) -> None:
+        self._step = self._looks = 0
+
+    def look(self, step: int) -> bool:
+        """Return True if all of the last LOOKS looks have seen the same step in progress; 0 is none."""
+        self._looks = self._looks + 1 if step and step == self._step else 0
+        self._step = step
+        return self._looks >= self.LOOKS

@@ -195,6 +195,13 @@ def _kill(pid: int, number: int) -> None:
     process.world.processes[pid - _FIRST_PID].end(f"killed by signal {int(number)}")
 
 
+def _exit(status: int) -> None:
+    process = running_process()
+    if process is None:
+        raise RuntimeError("nothing but a simulated process may exit here")
+    process.end(f"exits at once with status {status}")
+
+
 def _with_new_globals(module: ModuleType, **replaced: Any) -> ModuleType:
     """Return a copy of a module of functions, which use each other's copies and the replacements."""
     copy = ModuleType(module.__name__, module.__doc__)
@@ -225,6 +232,7 @@ os = _with_new_globals(
     scandir=_scandir,
     getpid=_getpid,
     kill=_kill,
+    _exit=_exit,
     setpriority=lambda which, who, priority: None,  # numbers of simulated threads are those of other real ones
     nice=lambda increment: 0,
 )
