@@ -218,15 +218,20 @@ def _if_there(state: ClusterState, node_id: str) -> str:
 
 
 def lose_node(now_ns: int, state: ClusterState, node: NodeView) -> None:
-    """Remove a lost node and all claims on it; its requests' claims on other nodes remain until those end."""
+    """Remove a lost node and all claims on it.
+
+    Its requests' claims on other nodes remain until those end, unless nobody but this node told of them.
+    """
     if node.model:
         state.lost_ns[node.model] = now_ns
     slot = state.nodes.slot(node.node_id)
+    at_prefill, at_decode = (state.requests.column(name) for name in ("prefill_node", "decode_node"))
     for row in state.requests.rows_at(slot):
-        for column in ("prefill_node", "decode_node"):
-            values = state.requests.column(column)
-            if values[row] == slot:
-                values[row] = NONE
+        prefilled_here = at_prefill[row] == slot
+        if prefilled_here:
+            at_prefill[row] = NONE
+        if at_decode[row] == slot or (prefilled_here and state.requests.claims[row].decode_is_hearsay):
+            at_decode[row] = NONE
         if not _has_claim(state, row):
             # A worker that lost only its stream rejoins and still holds the request.
             state.retire(row, now_ns, may_return=True)
@@ -301,7 +306,7 @@ def _release(now_ns: int, state: ClusterState, row: int, *, prefill: bool, decod
         if is_under_way:
             _order_prefills(now_ns, state, slot, is_free=begins_ns <= now_ns)
     claim = state.requests.claims[row]
-    if decode or (prefill and claim.is_revived and not claim.seen_decode):
+    if decode or (prefill and claim.decode_is_hearsay):
         state.requests.column("decode_node")[row] = NONE
     if _has_claim(state, row):
         return

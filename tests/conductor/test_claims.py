@@ -133,6 +133,21 @@ def test_a_request_of_another_conductor_whose_prefill_ends_alone_holds_nothing_m
     assert c.counts["committed_tokens"] == 336
 
 
+def test_a_request_of_another_conductor_whose_prefill_node_is_lost_holds_nothing_more(cluster):
+    c = cluster()
+    c.holds("prefill-0", Held("r", 0, prompt_tokens=300, max_new_tokens=20, decode_node="decode-1"))
+    c.send(NodeLost("prefill-0", 1))
+    assert c.counts == NOTHING
+
+
+def test_a_request_of_another_conductor_that_its_decode_node_holds_outlives_its_prefill_node(cluster):
+    c = cluster()
+    c.holds("prefill-0", Held("r", 0, prompt_tokens=300, max_new_tokens=20, decode_node="decode-1"))
+    c.holds("decode-1", Held("r", 0, committed_tokens=336))
+    c.send(NodeLost("prefill-0", 1))
+    assert c.counts["committed_tokens"] == 336
+
+
 def test_a_later_attempt_that_another_conductor_placed_takes_the_earlier_ones_place(cluster, make):
     c = cluster()
     c.send(make.request())
