@@ -42,7 +42,7 @@ export PYTHONDONTWRITEBYTECODE :=
 VLLM_PYTEST = NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/numba REQUIRE_VLLM=1 $(QUIET_THREADS) $(VLLM_VENV)/bin/python -m pytest \
   -W ignore::DeprecationWarning -W ignore::FutureWarning tests/vllm_worker
 
-.PHONY: help setup lock demo test test-nightly gpu-proof check static format proto chart train bench clients test-vllm compare test-rdma test-rdma-one soak-messenger soak-rdma fuzz chaos prove clean distclean
+.PHONY: help setup lock docs demo test test-nightly gpu-proof check static format proto chart train bench clients test-vllm compare test-rdma test-rdma-one soak-messenger soak-rdma fuzz chaos prove clean distclean
 
 help:
 	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
@@ -52,6 +52,7 @@ help:
 	@echo "make test-rdma  the messenger's tests over real verbs, in a VM with soft-RoCE that is built once; no KVM needed"
 	@echo "make test-rdma-one  what of it runs in one VM: what .ci/run runs"
 	@echo "make test-vllm  the tests of vLLM as an engine, on CPUs; its environment is built once, in $(VLLM_VENV)"
+	@echo "make docs    the documentation site, into out/site; every link is checked"
 	@echo "make check   format, lint, import rules, house rules, types, generated code, every test importable"
 	@echo "make setup   the virtual environment in $(VENV); TORCH_INDEX=URL for torch's CPU build"
 	@echo "make lock    write the lock files again after a change of constraints.txt or pyproject.toml; needs PyPI"
@@ -86,6 +87,9 @@ test: $(TRITON_STAMP) static
 	@mkdir -p out
 	$(QUIET_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  --junitxml=out/tests.xml
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir out/site
 
 test-nightly: $(STAMP) $(VLLM_STAMP)
 	@mkdir -p out

@@ -64,7 +64,8 @@ def write(torch_index: str) -> int:
         print("no hash of torch's CPU build is known: make lock TORCH_INDEX=https://download.pytorch.org/whl/cpu")
         return 1
     files = {
-        LOCKS[0]: {name: entry for name, entry in product.items() if not _CUDA.match(name)},
+        # With the markers of development, which may need a package where the product does not.
+        LOCKS[0]: {name: dev[name] for name in product if not _CUDA.match(name)},
         LOCKS[1]: {name: entry for name, entry in dev.items() if not _CUDA.match(name) and name not in product},
         BUILD_LOCK: build,
         CPU_LOCK: {"torch": cpu_entry(f"{versions['torch']}+cpu", hashes)},

@@ -1,1 +1,1 @@
-"""Figures of README.md and docs/performance.md and tables of docs/guarantees.md, generated from stored results."""
+"""Figures of docs/performance.md and tables of docs/guarantees.md, generated from stored results."""

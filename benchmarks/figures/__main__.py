@@ -1,4 +1,4 @@
-"""Generate the figures in README.md and docs/performance.md from the stored benchmark results, and the results in
+"""Generate the figures in docs/performance.md from the stored benchmark results, and the results in
 docs/guarantees.md from `tests/prove.json` and `tests/live_matrix.json`.
 
     python -m benchmarks.figures write | check

@@ -1,4 +1,4 @@
-"""The generated parts of README.md and pages of docs/, and their comparison with the stored results."""
+"""The generated parts of pages of docs/, and their comparison with the stored results."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +44,6 @@ def performance() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "README.md": summary.readme,
     "docs/performance.md": performance,
     "docs/guarantees.md": guarantees,
 }

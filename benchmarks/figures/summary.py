@@ -1,8 +1,8 @@
-"""Summaries of the stored results: the table of README.md and the first table of docs/performance.md."""
+"""Summary of the stored results: the first table of docs/performance.md."""
 
 from collections.abc import Iterable
 
-from benchmarks.figures.formatting import interval, number, table, write_and_read
+from benchmarks.figures.formatting import interval, number, table
 from benchmarks.stored import Result, latest
 
 
@@ -197,91 +197,6 @@ def _stalls(result: Result) -> str:
     return f"{max(stall['median_ms'] for stall in stalls):.0f} / {max(stall['max_ms'] for stall in stalls):.0f} ms"
 
 
-def readme() -> str:
-    """Return the table of README.md."""
-    engine_result, _ = latest("engine-cpu")
-    pool_result, _ = latest("kvpool")
-    messenger_result, _ = latest("messenger")
-    conductor_result, _ = latest("conductor")
-    admission_result, _ = latest("admission")
-    group_result, _ = latest("prefill-group")
-    disaggregation = _disaggregation()
-    sizes, by_size = list(pool_result["by_size"]), pool_result["by_size"]
-    tcp = {
-        size: write_and_read(messenger_result["by_size"][size], "tcp_vs_mooncake", "throughput")
-        for size in ("64KiB", "1MiB", "16MiB")
-    }
-    overload = admission_result["scenarios"]["2x"]["modes"]
-    modes = ", ".join(
-        f"{mode if mode in ('unpriced', 'oracle') else f'`{mode}`'} {row['good_per_s']['mean']:.1f}"
-        for mode, row in overload.items()
-    )
-    speedups = [
-        (run.get("paced"), row["members"], row["speedup"]) for run in group_result["runs"] for row in run["rows"]
-    ]
-    real = [speedup for paced, members, speedup in speedups if members == 2 and not paced]
-
-    def span(members: int) -> str:
-        found = [speedup for paced, count, speedup in speedups if count == members and paced]
-        return f"{min(found):.1f} to {max(found):.1f}"
-
-    rows = [
-        [
-            "engine to `transformers`, same weights, one thread",
-            ", ".join(
-                f"{label} {number(engine_result[f'{key}_ratio'])}"
-                for key, label in (
-                    ("decode_b1", "decode at batch 1"),
-                    ("decode_b8", "at batch 8"),
-                    ("prefill_1024", "prefill"),
-                )
-            ),
-        ],
-        [
-            f"KV pool, {sizes[0]} to {sizes[-1]}, to Mooncake Store",
-            f"get {_span(by_size[size].get('get_vs_mooncake_store') for size in sizes)}, put "
-            f"{_span(by_size[size].get('put_vs_mooncake_store') for size in sizes)}, batched put "
-            + _span(
-                row["mooncake_put_batch_us"] / row["put_batch_us"]
-                for row in by_size.values()
-                if "mooncake_put_batch_us" in row
-            ),
-        ],
-        [
-            "messenger over tcp to Mooncake's Transfer Engine, writes / reads",
-            ", ".join(f"{size} {' / '.join(pair)}" for size, pair in tcp.items()),
-        ],
-        [
-            f"conductor, {conductor_result['nodes']:,} nodes, {conductor_result['blocks']:,} blocks, one core",
-            f"{conductor_result['decisions_per_s']:,.0f} decisions/s, p99 {conductor_result['decision_p99_us'] / 1e3:.2f} ms",
-        ],
-        ["goodput under twofold overload, simulated, requests/s", modes],
-        [
-            "prefill groups, time to first token of one long prompt",
-            f"two paced nodes {span(2)} times as fast, four {span(4)}; two real engines on two cores {real[-1]:.2f}",
-        ],
-        ["1 prefill + 1 decode node to 2 aggregated workers, same two cores", disaggregation],
-    ]
-    return table(["what", "figure (above 1: Moonpool is faster)"], rows)
-
-
 def _span(values: Iterable[float | None]) -> str:
     found = [value for value in values if value is not None]
     return f"{number(min(found))} to {number(max(found))}" if found else "–"
-
-
-def _disaggregation() -> str:
-    """Return the ratios of medians at the lowest speed, disaggregated over aggregated."""
-    result, _ = latest("disaggregation")
-    speed = min(run["speed"] for run in result["runs"])
-
-    def median(shape: str, figure: str) -> float:
-        values = sorted(
-            run["figures"][figure] for run in result["runs"] if run["speed"] == speed and run["shape"].startswith(shape)
-        )
-        return float(values[len(values) // 2])
-
-    def ratio(figure: str) -> str:
-        return f"{median('1', figure) / median('2', figure):.2f}"
-
-    return f"TTFT p50 takes {ratio('ttft_p50_s')} times as long, TPOT p50 {ratio('tpot_p50_s')}; goodput {ratio('goodput_rps')}"

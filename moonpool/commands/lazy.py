@@ -44,11 +44,13 @@ def add_lazy(app: typer.Typer, path: str, target: LazyTarget, help: str = "", pa
         target.load().main(args=context.args, prog_name=" ".join(filter(None, ("moonpool", group, name))))
 
 
-def every_command(app: typer.Typer) -> dict[str, Any]:
-    """Return the click command of each full command name of `app`, hidden names included; imports all lazy modules."""
+def every_command(app: typer.Typer, *, with_hidden: bool = True) -> dict[str, Any]:
+    """Return the click command of each full command name of `app`; imports all lazy modules."""
     found: dict[str, Any] = {}
 
     def walk(command: Any, path: str) -> None:
+        if command.hidden and not with_hidden:
+            return
         command = _TARGETS[path].load() if path in _TARGETS else command
         if hasattr(command, "commands"):
             for name, inner in command.commands.items():
