@@ -220,7 +220,8 @@ def _if_there(state: ClusterState, node_id: str) -> str:
 def lose_node(now_ns: int, state: ClusterState, node: NodeView) -> None:
     """Remove a lost node and all claims on it.
 
-    Its requests' claims on other nodes remain until those end, unless nobody but this node told of them.
+    Its requests' claims on other nodes remain until those end. But if a prefill node is lost before the decode node has
+    reported a request, the request will hardly get there; if it does, it returns with the report.
     """
     if node.model:
         state.lost_ns[node.model] = now_ns
@@ -230,7 +231,7 @@ def lose_node(now_ns: int, state: ClusterState, node: NodeView) -> None:
         prefilled_here = at_prefill[row] == slot
         if prefilled_here:
             at_prefill[row] = NONE
-        if at_decode[row] == slot or (prefilled_here and state.requests.claims[row].decode_is_hearsay):
+        if at_decode[row] == slot or (prefilled_here and not state.requests.claims[row].seen_decode):
             at_decode[row] = NONE
         if not _has_claim(state, row):
             # A worker that lost only its stream rejoins and still holds the request.
@@ -306,7 +307,7 @@ def _release(now_ns: int, state: ClusterState, row: int, *, prefill: bool, decod
         if is_under_way:
             _order_prefills(now_ns, state, slot, is_free=begins_ns <= now_ns)
     claim = state.requests.claims[row]
-    if decode or (prefill and claim.decode_is_hearsay):
+    if decode or (prefill and claim.is_revived and not claim.seen_decode):
         state.requests.column("decode_node")[row] = NONE
     if _has_claim(state, row):
         return

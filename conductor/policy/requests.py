@@ -83,11 +83,6 @@ class Claim:
     unwanted: Reason | Literal[""] = ""  # why enforced admission would have rejected it
     is_completed: bool = False  # its frontend has reported its completion
 
-    @property
-    def decode_is_hearsay(self) -> bool:
-        """True if only the prefill node's reports say which decode node the request goes to."""
-        return self.is_revived and not self.seen_decode
-
 
 class RequestTable:
     """Live requests, one per row; rows [0, len) of every column are in use."""

@@ -148,6 +148,21 @@ def test_a_request_of_another_conductor_that_its_decode_node_holds_outlives_its_
     assert c.counts["committed_tokens"] == 336
 
 
+def test_a_request_that_has_not_reached_its_decode_node_ends_with_its_prefill_node_and_may_return(cluster, make):
+    c = cluster()
+    (placed,) = c.send(make.request())
+    at_prefill = Held("r", 0, prompt_tokens=300, max_new_tokens=20, decode_node=placed.decode)
+    c.holds(placed.prefill, at_prefill)
+    c.send(NodeLost(placed.prefill, 1))
+    assert c.counts == NOTHING
+    c.send(NodeJoined(make.node(placed.prefill, "prefill")))  # only its stream was lost
+    c.holds(placed.prefill, at_prefill)
+    assert (c.counts["requests"], c.counts["committed_tokens"]) == (1, 320)
+    c.holds(placed.decode, Held("r", 0, committed_tokens=320))
+    c.progress(placed.prefill, "ended")
+    assert (c.counts["requests"], c.counts["committed_tokens"]) == (1, 320)
+
+
 def test_a_later_attempt_that_another_conductor_placed_takes_the_earlier_ones_place(cluster, make):
     c = cluster()
     c.send(make.request())
