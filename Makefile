@@ -72,9 +72,9 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml requirements.lock requirements-dev.lock .ci/install.py .ci/compile_kernels.py
+$(STAMP): pyproject.toml requirements.lock requirements-dev.lock .ci/install.py moonpool/kernel_compilation.py
 	$(PYTHON) .ci/install.py $(VENV) $(TORCH_INDEX)
-	$(QUIET_THREADS) $(BIN)/python .ci/compile_kernels.py
+	$(QUIET_THREADS) $(BIN)/python -m moonpool.kernel_compilation
 	@touch $@
 
 lock:
@@ -110,9 +110,9 @@ $(TRITON_STAMP): $(STAMP) requirements-cuda.lock
 	$(PYTHON) .ci/install.py $(VENV) --triton
 	@touch $@
 
-$(VLLM_STAMP): pyproject.toml requirements-cpu.lock requirements-vllm.lock .ci/install.py .ci/compile_kernels.py
+$(VLLM_STAMP): pyproject.toml requirements-cpu.lock requirements-vllm.lock .ci/install.py moonpool/kernel_compilation.py
 	$(PYTHON) .ci/install.py $(VLLM_VENV) $(TORCH_INDEX) --vllm
-	NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/numba $(QUIET_THREADS) $(VLLM_VENV)/bin/python .ci/compile_kernels.py
+	NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/numba $(QUIET_THREADS) $(VLLM_VENV)/bin/python -m moonpool.kernel_compilation
 	@touch $@
 
 # Its status is 3 without a GPU, which make turns into 2.

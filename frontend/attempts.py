@@ -364,8 +364,9 @@ class Placer:
     def _may_wait(self, rejection: conductor_pb2.Rejection) -> bool:
         """Return True if the request should wait and ask again instead of failing.
 
-        A request that was accepted once is not rejected for load, and a lost worker is soon replaced. A new request
-        waits only if it could be served but for workers that are silent, restarting or joining.
+        A request whose client has tokens is not rejected for load; one that lost its worker before may be, since fewer
+        workers are left. A lost worker is soon replaced. A new request waits only if it could be served but for workers
+        that are silent, restarting or joining.
         """
         if rejection.reason in _FINAL_REASONS:
             return False

@@ -19,4 +19,4 @@ esac
 "$prefix/bin/python" -m compileall -q -j 0 --invalidation-mode unchecked-hash "$prefix/lib" || true # some sources of dependencies do not compile
 find "$prefix" -exec touch -h -d "@$SOURCE_DATE_EPOCH" {} +
 NUMBA_CACHE_DIR="$prefix/kernels" NUMBA_CPU_NAME=$NUMBA_CPU_NAME NUMBA_CPU_FEATURES=$NUMBA_CPU_FEATURES \
-  "$prefix/bin/python" "$src/.ci/compile_kernels.py"
+  "$prefix/bin/python" -P -m moonpool.kernel_compilation

@@ -3,44 +3,20 @@
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from moonpool.doctor.checks import Check, Level, Needs, Purpose, Verdict, optional
+from moonpool.kernel_compilation import CompiledKernels, observe_kernels
 from settings.worker import BUNDLED_MODEL
 
 LEAST_PYTHON: Final = (3, 11)
 SUMS_NAME: Final = "SHA256SUMS"
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?\s*(?:;\s*(.*))?$")
-KERNELS: Final = (  # modules whose functions numba compiles and caches
-    "conductor/directory/kernels.py",
-    "conductor/directory/window_kernels.py",
-    "conductor/policy/kernels.py",
-    "conductor/policy/lengths.py",
-    "conductor/policy/placement/decode.py",
-    "engine/kernels.py",
-    "engine/sampling_kernels.py",
-    "kvpool/digest_kernels.py",
-    "kvpool/local/copy_kernels.py",
-    "kvpool/local/index_kernels.py",
-    "kvpool/plane_kernels.py",
-    "kvpool/policy/eviction/reuse.py",
-    "kvpool/policy/eviction/shadow_kernels.py",
-    "kvpool/ssd/async_kernels.py",
-    "kvpool/ssd/kernels.py",
-    "messenger/native/grant_slots.py",
-    "messenger/native/responder_loop.py",
-    "messenger/native/unit_digests.py",
-    "messenger/native/socket_io.py",
-    "messenger/shm/kernels.py",
-    "worker/paced/kernels.py",
-)
 
 
 @dataclass(frozen=True)
@@ -131,22 +107,6 @@ def judge_extra(seen: Package, needs: Needs, extra: Extra) -> Verdict:
     return optional(needs, *extra.purposes), "not installed", advice
 
 
-@dataclass(frozen=True)
-class CompiledKernels:
-    """Numba's cache of compiled CPU kernels: `num_compiled` of `num_modules` modules are up to date."""
-
-    num_modules: int
-    num_compiled: int
-    is_writable: bool
-
-
-def observe_kernels() -> CompiledKernels:
-    """Look for numba's index files in its cache folders; loads no kernel."""
-    sources = [_ROOT / name for name in KERNELS]
-    is_writable = all(_can_write(cache_folder(source, os.environ)) for source in sources)
-    return CompiledKernels(len(sources), sum(_is_compiled(source) for source in sources), is_writable)
-
-
 def judge_kernels(seen: CompiledKernels, needs: Needs) -> Verdict:
     found = f"{seen.num_compiled} of {seen.num_modules} modules are compiled"
     if seen.num_compiled == seen.num_modules:
@@ -155,27 +115,6 @@ def judge_kernels(seen: CompiledKernels, needs: Needs) -> Verdict:
         advice = "Set NUMBA_CACHE_DIR to a writable folder: otherwise each process compiles the kernels again."
         return Level.WARN, f"{found}; the cache is not writable", advice
     return Level.NOTE, found, "The first start compiles and caches the others, which takes about a minute."
-
-
-def _is_compiled(source: Path) -> bool:
-    indices = list(cache_folder(source, os.environ).rglob(f"{source.stem}.*.nbi"))
-    return bool(indices) and max(path.stat().st_mtime for path in indices) >= source.stat().st_mtime
-
-
-def cache_folder(source: Path, environ: Mapping[str, str]) -> Path:
-    """Return numba's cache folder for `source`: NUMBA_CACHE_DIR, __pycache__ beside it, or the user's cache folder."""
-    if chosen := environ.get("NUMBA_CACHE_DIR"):
-        return Path(chosen)
-    beside = source.parent / "__pycache__"
-    if _can_write(beside):
-        return beside
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"
-
-
-def _can_write(folder: Path) -> bool:
-    """Return True if files can be created in the folder, or the folder itself can."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return existing.is_dir() and os.access(existing, os.W_OK)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from moonpool.config import ServeConfig
 from moonpool.errors import ConfigError
+from moonpool.kernel_compilation import compile_missing
 from moonpool.plan import Planner, RolePlan, describe
 from moonpool.runtime.choice import ClusterRuntime
 from moonpool.scaling.autoscaler import autoscale, parse_bounds
@@ -78,6 +79,7 @@ class ClusterRun(TerminalView):
         stop = asyncio.Event()
         started_s = time.monotonic()
         with _signals(stop, self._supervisor):
+            await _unless(stop, compile_missing(self.show))
             self.show(f"Starting {describe(self._config)}; logs in {self._run_dir}")
             try:
                 async with self._supervisor:

@@ -68,7 +68,8 @@ def shell_lines(block: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def pages() -> list[Page]:
-    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "SECURITY.md"]
+    docs = sorted((ROOT / "docs").glob("*.md")) + sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+    paths = [ROOT / "README.md", *docs, ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"]
     return [Page(path, path.read_text(encoding="utf-8")) for path in paths]
 
 

@@ -2,74 +2,18 @@
 
 import json
 import subprocess
-import sys
-import sysconfig
 import tomllib
-import venv
 import zipfile
 from pathlib import Path
 
-import pytest
+from tests.wheel.environments import ROOT, build, run
 
-ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PACKAGES = [Path(path).name for path in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]]
-BUILD_DEADLINE_S = 240
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel, freshly built."""
-    return build(tmp_path_factory.mktemp("wheel"))
-
-
-def build(out: Path) -> Path:
-    built = subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)],
-        capture_output=True,
-        text=True,
-        timeout=BUILD_DEADLINE_S,
-        check=False,
-    )
-    assert built.returncode == 0, built.stdout + built.stderr
-    (path,) = out.glob("*.whl")
-    return path
-
-
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with the wheel; it sees the present one's dependencies, but not the project's source tree.
-
-    The present site-packages are added as a directory through a .pth file. Their own .pth files, among them the
-    editable install's, are not followed from there.
-    """
-    home = tmp_path_factory.mktemp("environment")
-    venv.create(home, with_pip=False, symlinks=True)
-    python = home / "bin" / "python"
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
-    subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)],
-        check=True,
-        timeout=BUILD_DEADLINE_S,
-    )
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return python
-
-
-def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(python), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=cwd,
-        env={"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(cwd), "OMP_NUM_THREADS": "1"},
-    )
 
 
 def test_the_same_sources_make_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
-    assert build(tmp_path).read_bytes() == wheel.read_bytes()
+    assert build(ROOT, tmp_path).read_bytes() == wheel.read_bytes()
 
 
 def test_the_wheel_holds_model_trace_and_their_notices(wheel: Path) -> None:

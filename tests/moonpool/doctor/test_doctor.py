@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonpool import kernel_compilation
 from moonpool.doctor import gpu, machine, network, software, storage
 from moonpool.doctor.checks import Check, CheckResult, Level, Needs, Purpose, Verdict, examine
 from moonpool.doctor.command import DoctorOptions, all_checks
@@ -40,9 +41,9 @@ SSD = storage.SsdFolder("/ssd", "xfs", 800 * GIB, True, 0.0004)
         (software.judge_packages, (software.Package("numba", "0.61.2", "0.61"),), (), OK, "all 1 are installed"),
         (software.judge_packages, (software.Package("numba", "", "0.61"),), (), FAIL, "too old: numba"),
         (software.judge_packages, (software.Package("numba", "0.60", "0.61"),), (), FAIL, "numba 0.60 (needs 0.61)"),
-        (software.judge_kernels, software.CompiledKernels(5, 5, False), (), OK, "5 of 5"),
-        (software.judge_kernels, software.CompiledKernels(5, 1, True), (), NOTE, "first start compiles"),
-        (software.judge_kernels, software.CompiledKernels(5, 1, False), (), WARN, "NUMBA_CACHE_DIR"),
+        (software.judge_kernels, kernel_compilation.CompiledKernels(5, 5, False), (), OK, "5 of 5"),
+        (software.judge_kernels, kernel_compilation.CompiledKernels(5, 1, True), (), NOTE, "first start compiles"),
+        (software.judge_kernels, kernel_compilation.CompiledKernels(5, 1, False), (), WARN, "NUMBA_CACHE_DIR"),
         (software.judge_model, software.BundledModel(True, 6, ()), (), OK, "intact (6 files)"),
         (
             software.judge_model,
@@ -206,16 +207,16 @@ def test_every_module_that_numba_compiles_is_known() -> None:
         for path in (ROOT / package).rglob("*.py")
         if any(line.startswith(ways) for line in path.read_text().splitlines())
     }
-    assert compiling == set(software.KERNELS)
+    assert compiling == set(kernel_compilation.KERNELS)
 
 
 def test_the_kernels_cache_is_sought_where_numba_keeps_it(tmp_path: Path) -> None:
     source = tmp_path / "package" / "kernels.py"
     source.parent.mkdir()
-    assert software.cache_folder(source, {}) == source.parent / "__pycache__"
-    assert software.cache_folder(source, {"NUMBA_CACHE_DIR": "/x"}) == Path("/x")
+    assert kernel_compilation.cache_folder(source, {}) == source.parent / "__pycache__"
+    assert kernel_compilation.cache_folder(source, {"NUMBA_CACHE_DIR": "/x"}) == Path("/x")
     nowhere = Path("/dev/null/package/kernels.py")  # a file: no folder can be made there
-    assert software.cache_folder(nowhere, {"XDG_CACHE_HOME": "/c"}) == Path("/c/numba")
+    assert kernel_compilation.cache_folder(nowhere, {"XDG_CACHE_HOME": "/c"}) == Path("/c/numba")
 
 
 def test_a_damaged_model_file_is_named(tmp_path: Path) -> None:
