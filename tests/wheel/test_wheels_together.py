@@ -5,11 +5,14 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.wheel.environments import bare_variables, run
 
 READY_S = 500  # the first start compiles the kernels
 
 
+@pytest.mark.timeout(900)
 def test_the_client_replays_against_a_cluster_of_the_wheel(
     installed: Path, client_installed: Path, tmp_path: Path
 ) -> None:
