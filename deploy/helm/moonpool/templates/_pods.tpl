@@ -77,6 +77,9 @@ priorityClassName: {{ . }}
 {{- with .pod.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
+{{- with .pod.schedulerName }}
+schedulerName: {{ . }}
+{{- end }}
 {{- end -}}
 
 {{- /* Image, privileges, variables and resources of a container. image: in place of that of all roles; env: additional
@@ -124,6 +127,10 @@ env:
   {{- with .pod.extraEnv }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- with .pod.envFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 resources:
   {{- include "moonpool.resources" . | nindent 2 }}
 {{- end -}}
@@ -192,6 +199,9 @@ livenessProbe:
 {{- if .shmSize }}
 - {name: shm, mountPath: /dev/shm}
 {{- end }}
+{{- with .pod.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "moonpool.volumes" -}}
@@ -240,6 +250,9 @@ livenessProbe:
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ . }}}
 {{- end }}
+{{- with .pod.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- /* A folder of the host for this release only. */ -}}
@@ -249,7 +262,10 @@ livenessProbe:
 
 {{- /* Init containers of a pod; empty without any. weights: true for pods that compute. */ -}}
 {{- define "moonpool.initContainers" -}}
-{{- $all := printf "%s%s" (include "moonpool.prepareSockets" .) (include "moonpool.downloadModel" .) | trim -}}
+{{- $own := printf "%s%s" (include "moonpool.prepareSockets" .) (include "moonpool.downloadModel" .) -}}
+{{- $further := "" -}}
+{{- with .pod.initContainers -}}{{- $further = printf "\n%s" (toYaml .) -}}{{- end -}}
+{{- $all := printf "%s%s" $own $further | trim -}}
 {{- if $all -}}
 initContainers:
   {{- $all | nindent 2 }}
