@@ -34,7 +34,7 @@ def replay(
         typer.Argument(
             metavar="TRACE",
             help=f"A Mooncake trace: JSONL, plain or .xz .zst .gz; '{CONVERSATION}' is the bundled trace (12,031 "
-            "requests in an hour).",
+            "requests in an hour). Other formats: `trace convert`.",
         ),
     ],
     url: Annotated[str, typer.Option(help="URL of the server.", rich_help_panel=_SENDING)] = "http://127.0.0.1:8000",

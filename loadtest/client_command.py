@@ -8,6 +8,7 @@ from loadtest.agent_cli import agents
 from loadtest.bench.cli import VllmFlags, serve
 from loadtest.cli import replay
 from loadtest.dialogue_cli import dialogues
+from loadtest.trace_cli import check, convert, stats
 
 app = typer.Typer(
     name="moonpool-client",
@@ -17,8 +18,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-trace = typer.Typer(help="Replay request traces.", no_args_is_help=True)
-trace.command("replay")(replay)
+trace = typer.Typer(help="Replay, convert and check request traces.", no_args_is_help=True)
+for _name, _command in (("replay", replay), ("convert", convert), ("check", check), ("stats", stats)):
+    trace.command(_name)(_command)
 bench = typer.Typer(help="Load-test any OpenAI-compatible server.", no_args_is_help=True)
 bench.command("serve", cls=VllmFlags)(serve)
 bench.command("dialogues")(dialogues)

@@ -61,7 +61,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 node = command_group("node", "Run one role of a cluster in the foreground; change the number and roles of workers.")
-trace = command_group("trace", "Replay request traces.")
+trace = command_group("trace", "Replay, convert and check request traces.")
 
 _LAZY_GROUPS = (
     (
@@ -160,6 +160,25 @@ add_lazy(
     LazyTarget("loadtest.cli"),
     "Replay a production trace against a running server and report latencies; can verify every token.\n\n"
     "[bold]moonpool trace replay conversation --sample-families 0.1 --speed 15 --verify --out out/replay[/bold]",
+)
+add_lazy(
+    trace,
+    "trace convert",
+    LazyTarget("loadtest.trace_cli", "convert"),
+    "Convert a trace of Azure, BurstGPT, Bailian, ShareGPT, AIPerf or Weka to the replay's format.\n\n"
+    "[bold]moonpool trace convert AzureLLMInferenceTrace_conv.csv azure.jsonl.zst[/bold]",
+)
+add_lazy(
+    trace,
+    "trace check",
+    LazyTarget("loadtest.trace_cli", "check"),
+    "Report all problems of a trace, with their lines.\n\n[bold]moonpool trace check trace.jsonl[/bold]",
+)
+add_lazy(
+    trace,
+    "trace stats",
+    LazyTarget("loadtest.trace_cli", "stats"),
+    "Print a trace's lengths, rates, reuse and turns per session.\n\n[bold]moonpool trace stats conversation[/bold]",
 )
 for _name, _target in _EARLIER_NAMES.items():
     add_lazy(app, _name, _target)

@@ -1,4 +1,4 @@
-"""Request traces: formats, checks, statistics, sampling. No I/O beyond reading trace files, no network."""
+"""Request traces: formats, conversion, checks, statistics, sampling. No I/O beyond trace files, no network."""
 
 from traces.dialogues import previous_turns
 from traces.errors import BundledTraceDamaged, EmptySelection, TraceError, TraceFormatError, TraceNotFound

@@ -15,7 +15,8 @@ class TraceRow:
 
     `timestamp_ms`: milliseconds from the start of the trace. `input_length`, `output_length`: tokens.
     `hash_ids`: one id per block of the prompt, the last may be partial; ids identify chained hashes, so equal ids mean
-    an equal prefix up to and including that block. `index`: position of the row in the trace file.
+    an equal prefix up to and including that block. `index`: position of the row in the trace file. `session`: name of
+    the conversation whose turn it is; "" if the trace names none.
     """
 
     index: int
@@ -23,6 +24,7 @@ class TraceRow:
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    session: str = ""
 
     def full_blocks(self, block_tokens: int = BLOCK_TOKENS) -> int:
         """Return the number of full blocks of the prompt."""

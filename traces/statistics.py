@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from traces.row import Trace
+from traces.row import Trace, TraceRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +65,46 @@ def token_hit_rate(prompts: Iterable[tuple[Sequence[int], int]], block_tokens: i
     return reused / total if total else 0.0
 
 
+class ReuseCount:
+    """Statistics of requests that arrive one by one. Memory grows with the number of different blocks."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._cache, self._full_cache = InfiniteCache(), InfiniteCache()
+        self._requests = self._references = self._hits = self._full_references = self._full_hits = 0
+        self._prompt_tokens = self._output_tokens = self._reused_tokens = 0
+
+    def add(self, row: TraceRow) -> None:
+        """Count the next request."""
+        hit = self._cache.match_and_insert(row.hash_ids)
+        full = row.full_blocks(self._block_tokens)
+        found = self._full_cache.match_and_insert(row.hash_ids[:full])
+        self._requests += 1
+        self._references += len(row.hash_ids)
+        self._hits += hit
+        self._full_references += full
+        self._full_hits += min(hit, full)
+        self._prompt_tokens += row.input_length
+        self._output_tokens += row.output_length
+        self._reused_tokens += reusable_tokens(found, row.input_length, self._block_tokens)
+
+    def statistics(self) -> ReuseStatistics:
+        """Return the statistics of all requests so far."""
+        return ReuseStatistics(
+            requests=self._requests,
+            block_references=self._references,
+            unique_blocks=len(self._cache),
+            block_hit_rate=self._hits / self._references if self._references else 0.0,
+            full_block_hit_rate=self._full_hits / self._full_references if self._full_references else 0.0,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            token_hit_rate=self._reused_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
+        )
+
+
 def reuse_statistics(trace: Trace) -> ReuseStatistics:
     """Return the trace's statistics, at its own block size."""
-    cache = InfiniteCache()
-    references = hits = full_references = full_hits = 0
+    count = ReuseCount(trace.block_tokens)
     for row in trace:
-        hit = cache.match_and_insert(row.hash_ids)
-        full = row.full_blocks(trace.block_tokens)
-        references += len(row.hash_ids)
-        hits += hit
-        full_references += full
-        full_hits += min(hit, full)
-    return ReuseStatistics(
-        requests=len(trace),
-        block_references=references,
-        unique_blocks=len(cache),
-        block_hit_rate=hits / references if references else 0.0,
-        full_block_hit_rate=full_hits / full_references if full_references else 0.0,
-        prompt_tokens=sum(row.input_length for row in trace),
-        output_tokens=sum(row.output_length for row in trace),
-        token_hit_rate=token_hit_rate(((row.hash_ids, row.input_length) for row in trace), trace.block_tokens),
-    )
+        count.add(row)
+    return count.statistics()

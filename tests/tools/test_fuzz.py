@@ -114,7 +114,8 @@ def _conjoined_unchecked(original: Any) -> Any:
 
 
 PLANTS = {
-    "traces": Plant("traces.reader._is_int", lambda original: lambda value: True),
+    "trace-formats": Plant("traces.fields.is_integer", lambda original: lambda value: True, 400),
+    "traces": Plant("traces.reader.is_integer", lambda original: lambda value: True),
     "config": Plant(
         "moonpool.config.sources.nearest", lambda original: lambda name, known: {k: k for k in known}[name]
     ),

@@ -40,7 +40,7 @@ def test_the_environment_lacks_the_server_s_packages(client_installed: Path, tmp
     assert f"No module named '{package}'" in shown.stderr
 
 
-@pytest.mark.parametrize("command", ["trace replay", "bench serve", "bench dialogues", "bench agents"])
+@pytest.mark.parametrize("command", ["trace replay", "trace convert", "bench serve", "bench dialogues", "bench agents"])
 def test_every_command_shows_its_help(client_installed: Path, tmp_path: Path, command: str) -> None:
     shown = run(client_installed.with_name("moonpool-client"), *command.split(), "--help", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr

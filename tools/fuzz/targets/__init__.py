@@ -4,6 +4,7 @@ from typing import Final
 
 TARGETS: Final = {
     "traces": "tools.fuzz.targets.files:Traces",
+    "trace-formats": "tools.fuzz.targets.files:TraceFormats",
     "config": "tools.fuzz.targets.files:Configuration",
     "keys": "tools.fuzz.targets.files:Keys",
     "objectives": "tools.fuzz.targets.files:ObjectivesFile",

@@ -32,7 +32,9 @@ from settings.yaml_nesting import events_of
 from tools.fuzz import mutation
 from tools.fuzz.target import FuzzTarget, Misjudged, scratch_folder
 from traces.errors import TraceError
+from traces.formats import SourceSettings
 from traces.reader import read_stream
+from traces.source import AUTO, TraceSource
 
 _ROW = b'{"timestamp": %d, "input_length": %d, "output_length": 7, "hash_ids": [%s]}\n'
 
@@ -41,7 +43,7 @@ class Traces(FuzzTarget):
     """Traces in every container."""
 
     name = "traces"
-    covers: tuple[str, ...] = ("traces/reader.py",)
+    covers: tuple[str, ...] = ("traces/reader.py", "traces/lines.py")
     allowed: tuple[type[BaseException], ...] = (TraceError,)
     tokens: tuple[bytes, ...] = (
         b"\n",
@@ -82,6 +84,73 @@ class Traces(FuzzTarget):
         for row in trace:
             if len(row.hash_ids) != -(-row.input_length // 512) or len(set(row.hash_ids)) != len(row.hash_ids):
                 raise Misjudged("a row whose ids do not fit its length")
+
+
+_FORMAT_SEEDS = (
+    b"TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+    b"2023-11-16 18:17:03.9799600,4808,10\r\n2024-05-10 00:00:00+00:00,1,0\r\n",
+    b"Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    b"5.5,a1,3,GPT-4,700,30,730,Conversation log\n6.0,,1,ChatGPT,1,2,3,API log\n",
+    b'{"chat_id": 4, "parent_chat_id": -1, "timestamp": 6.1, "input_length": 20, "output_length": 3, "type": "text", '
+    b'"turn": 1, "hash_ids": [7, 7]}\n'
+    b'{"chat_id": 5, "parent_chat_id": 4, "timestamp": 9, "input_length": 33, "output_length": 0, "type": "file", '
+    b'"turn": 2, "hash_ids": [7, 7, 9]}\n',
+    b'[{"id": "c", "conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]},\n'
+    b' {"conversations": []}]\n',
+    b'{"session_id": "s", "timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n'
+    b'{"session_id": "s", "delay": 2.5, "input_length": 7}\n'
+    b'{"session_id": "m", "turns": [{"role": "system", "text": "a"}, {"texts": ["b", {"contents": ["c"]}]}]}\n'
+    b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "d"}]}], "message_mode": "delta"}\n',
+    b'{"id": "a", "block_size": 64, "hash_id_scope": "local", "requests": [{"t": 0, "type": "s", "in": 70, "out": 1, '
+    b'"hash_ids": [1]}, {"t": 2, "type": "subagent", "agent_id": "b", "requests": [{"t": 1, "type": "n", "in": 9, '
+    b'"out": 0}]}]}\n',
+)
+
+
+class TraceFormats(FuzzTarget):
+    """Traces of other formats, each recognised by its beginning."""
+
+    name = "trace-formats"
+    covers: tuple[str, ...] = ("traces/formats", "traces/fields.py", "traces/json_values.py", "traces/prompt_blocks.py")
+    allowed: tuple[type[BaseException], ...] = (TraceError,)
+    tokens: tuple[bytes, ...] = (
+        b"\n",
+        b",",
+        b'"',
+        b"[",
+        b"]",
+        b"{",
+        b"}",
+        b"-1",
+        b"1e9",
+        b"NaN",
+        b"null",
+        b"true",
+        b"\xef",
+    )
+
+    def seeds(self) -> Sequence[bytes]:
+        return _FORMAT_SEEDS
+
+    def mutate(self, rng: random.Random, case: bytes, other: bytes) -> bytes:
+        """Mutate a line as JSON, or the bytes of the file."""
+        lines = case.splitlines(keepends=True)
+        at = rng.randrange(len(lines)) if lines else 0
+        if not case.startswith(b"{") or rng.random() < 0.4:
+            return mutation.mutate_bytes(rng, case, other, self.tokens)
+        lines[at] = mutation.mutate_json(
+            rng, lines[at], lines[0], self.tokens, ("turns", "hash_ids", 0, -1, 1 << 70, 0.5)
+        )
+        lines[at] += b"\n"
+        return b"".join(lines)
+
+    def run(self, case: bytes) -> None:
+        """Read the trace; requests must have as many different ids as blocks."""
+        for row in TraceSource(io.BytesIO(case), "case", AUTO, SourceSettings()).rows():
+            if len(row.hash_ids) != -(-row.input_length // 512) or len(set(row.hash_ids)) != len(row.hash_ids):
+                raise Misjudged("a request whose ids do not fit its length")
+            if row.input_length < 1 or row.output_length < 0:
+                raise Misjudged("a request of an impossible length")
 
 
 def _xz(plain: bytes) -> bytes:
