@@ -1,4 +1,4 @@
-"""What platform teams add to the chart: volumes, init containers, variables, objects, a route, a test."""
+"""The chart takes volumes, init containers, variables, objects and a route from platform teams, and tests itself."""
 
 from __future__ import annotations
 
