@@ -14,7 +14,8 @@ A request's path from HTTP to its tokens, in order:
 8. `api/formats.py`, `api/stream.py`: encode the response, whole or as server-sent events.
 9. `request_reports.py`: metrics, log and trace at the end; `next_turn.py`: the next prompt in advance, if asked for.
 
-`server.py` starts and stops the frontend; `cluster.py` polls the cluster's state; `console/` is the operators' page.
+`server.py` starts and stops the frontend; `cluster.py` polls the cluster's state; `console/` is the operators' page,
+and `admin.py` forwards calls of their commands.
 """
 
 from frontend.config import FrontendConfig, ServedModelConfig

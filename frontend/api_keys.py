@@ -94,6 +94,16 @@ class ApiKeys:
             raise Forbidden("this action requires an API key with admin scope, got a key with user scope")
         return caller
 
+    @property
+    def guard_views(self) -> bool:
+        """True if viewing the cluster requires an admin key: tenants must not see each other's requests."""
+        return self.are_required or self.has_admin
+
+    def viewer(self, authorization: str | None) -> None:
+        """Check the key of a caller who views the cluster. Raises Unauthorized, Forbidden."""
+        if self.guard_views:
+            self.admin(authorization)
+
     def is_admin(self, authorization: str | None) -> bool:
         """Return True if the Authorization header holds a key with admin scope."""
         try:

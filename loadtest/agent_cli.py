@@ -26,7 +26,7 @@ _LOAD, _SERVER, _REPORT = "Agents", "Server", "Report"
 
 @app.command("agents")
 def agents(
-    url: Annotated[str, typer.Option(help="URL of the server.", rich_help_panel=_SERVER)] = "http://127.0.0.1:8000",
+    url: Annotated[str, options.url(_SERVER)] = options.DEFAULT_URL,
     out: Annotated[Path, typer.Option(help="Folder for agents.json and turns.jsonl.", rich_help_panel=_REPORT)] = Path(
         "out/agents"
     ),

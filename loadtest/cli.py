@@ -27,7 +27,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 _SENDING, _SELECTING, _REPORT = "Sending", "Choosing requests", "Objectives and verification"
 
 
-@app.command("replay")
+@app.command("replay", cls=options.EarlierFlags)
 def replay(
     trace: Annotated[
         str,
@@ -37,7 +37,7 @@ def replay(
             "requests in an hour). Other formats: `trace convert`.",
         ),
     ],
-    url: Annotated[str, typer.Option(help="URL of the server.", rich_help_panel=_SENDING)] = "http://127.0.0.1:8000",
+    url: Annotated[str, options.url(_SENDING)] = options.DEFAULT_URL,
     out: Annotated[
         Path, typer.Option(help="Folder for report.json, report.html and requests.jsonl.", rich_help_panel=_REPORT)
     ] = Path("out/replay"),
@@ -118,11 +118,21 @@ def replay(
         bool,
         typer.Option("--reuse-earlier", help="Allow reuse of KV left by earlier replays.", rich_help_panel=_SENDING),
     ] = False,
-    slo_ttft: Annotated[
-        float, typer.Option(help="TTFT objective in seconds; 0: 10 times the unloaded TTFT.", rich_help_panel=_REPORT)
+    ttft_slo: Annotated[
+        float,
+        typer.Option(
+            *("--ttft-slo", "--slo-ttft"),
+            help="TTFT objective in seconds; 0: 10 times the unloaded TTFT.",
+            rich_help_panel=_REPORT,
+        ),
     ] = 0.0,
-    slo_tbt: Annotated[
-        float, typer.Option(help="TBT objective in seconds; 0: 5 times the unloaded TBT.", rich_help_panel=_REPORT)
+    tbt_slo: Annotated[
+        float,
+        typer.Option(
+            *("--tbt-slo", "--slo-tbt"),
+            help="TBT objective in seconds; 0: 5 times the unloaded TBT.",
+            rich_help_panel=_REPORT,
+        ),
     ] = 0.0,
     unloaded: Annotated[
         bool,
@@ -161,8 +171,8 @@ def replay(
             on_429=on_429,
             senders=senders,
             max_send_lag_s=max_send_lag,
-            slo_ttft_s=slo_ttft,
-            slo_tbt_s=slo_tbt,
+            slo_ttft_s=ttft_slo,
+            slo_tbt_s=tbt_slo,
             measure_unloaded=unloaded,
             reuse_earlier=reuse_earlier,
             verify=verify,

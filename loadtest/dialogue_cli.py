@@ -25,7 +25,7 @@ _TALK, _SERVER, _REPORT = "Dialogues", "Server", "Report and verification"
 
 @app.command("dialogues")
 def dialogues(
-    url: Annotated[str, typer.Option(help="URL of the server.", rich_help_panel=_SERVER)] = "http://127.0.0.1:8000",
+    url: Annotated[str, options.url(_SERVER)] = options.DEFAULT_URL,
     out: Annotated[
         Path, typer.Option(help="Folder for dialogues.json, dialogues.html and turns.jsonl.", rich_help_panel=_REPORT)
     ] = Path("out/dialogues"),

@@ -229,7 +229,7 @@ class ReplayObjectives:
     def describe(self) -> str:
         """Return the objectives as one sentence for the report."""
         if not self.known:
-            return "not evaluated: no unloaded requests were measured, and --slo-ttft and --slo-tbt are not both given"
+            return "not evaluated: no unloaded requests were measured, and --ttft-slo and --tbt-slo are not both given"
         ttft = f"{self.ttft_s:g} s" if self.ttft_s > 0 else f"{TTFT_FACTOR:g}× an unloaded request of the same length"
         tbt = f"{self.tbt_s:g} s" if self.tbt_s > 0 else f"{TBT_FACTOR:g}× an unloaded request's"
         bound = f" ({self.tbt_objective_s * 1000:.1f} ms)" if math.isfinite(self.tbt_objective_s) else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from loadtest.model_folder import parse_model_path
 
@@ -19,6 +20,30 @@ def one_key(context: typer.Context, parameter: typer.CallbackParam, given: str) 
     if source is None or source.name != "ENVIRONMENT":
         return given
     return next((key.strip() for key in given.split(",") if key.strip()), "")
+
+
+class EarlierFlags(TyperCommand):
+    """Command whose help shows the first long flag of each option only: the others are its earlier names."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        every = [(param, param.opts) for param in self.params]
+        try:
+            for param, opts in every:
+                long = [flag for flag in opts if flag.startswith("--")]
+                param.opts = [flag for flag in opts if flag not in long[1:]]
+            super().format_help(ctx, formatter)
+        finally:
+            for param, opts in every:
+                param.opts = opts
+
+
+URL_VARIABLE = "MOONPOOL_URL"
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def url(panel: str) -> Any:
+    """str"""
+    return typer.Option(envvar=URL_VARIABLE, help="URL of the server.", rich_help_panel=panel)
 
 
 def verify(panel: str) -> Any:

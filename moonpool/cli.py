@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Annotated
 
 import typer
 
@@ -12,6 +13,7 @@ from moonpool.commands.download import download
 from moonpool.commands.lazy import LazyTarget, add_lazy
 from moonpool.commands.nodes import drain, scale, switch
 from moonpool.commands.serve import config_keys, serve
+from moonpool.commands.serve_flags import ServeCommand, show_all
 from moonpool.commands.status import status, validate
 from moonpool.config import ServeConfig
 from moonpool.options import configured_command
@@ -48,16 +50,26 @@ Start a whole cluster on this machine: conductor, KV pool, workers, OpenAI API. 
   [cyan]moonpool serve --config cluster.yaml --ttft-slo 2[/cyan]  (a flag overrides the file)
 
 Each flag is also a key of the file and an environment variable: --port 80, port: 80, MOONPOOL_PORT=80.
+
+These are the usual options; [cyan]moonpool serve --help-all[/cyan] shows all of them.
 """
 
 _INSPECT, _GROUPS = "Inspect", "Groups of commands"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from rpc.versions import package_version
+
+        print(f"moonpool {package_version()}")
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="moonpool",
     help=_HELP,
     no_args_is_help=True,
     rich_markup_mode="rich",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 node = command_group("node", "Run one role of a cluster in the foreground; change the number and roles of workers.")
@@ -117,7 +129,29 @@ _EARLIER_NAMES = {
 }
 
 
-configured_command(app, "serve", ServeConfig, serve, help=_SERVE_HELP, argument="model")
+@app.callback()
+def moonpool(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Read the options that precede the command."""
+
+
+configured_command(
+    app,
+    "serve",
+    ServeConfig,
+    serve,
+    help=_SERVE_HELP,
+    argument="model",
+    kind=ServeCommand,
+    further={
+        "help_all": Annotated[
+            bool, typer.Option("--help-all", callback=show_all, is_eager=True, help="Show all options, and exit.")
+        ]
+    },
+)
 app.command("chat")(chat)
 app.command("demo")(demo)
 app.command("config")(config_keys)

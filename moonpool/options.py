@@ -3,8 +3,9 @@
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -29,15 +30,20 @@ def configured_command(
     help: str,
     argument: str | None = None,
     hidden: bool = False,
+    kind: "type[ListsTakeSeveral] | None" = None,
+    further: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Add the command `name` to `app`, which loads `composite` from file, environment and flags, and calls `run`.
 
-    `argument` is the key of the positional argument. The exit status is `run`'s result or the error's `exit_code`.
+    `argument` is the key of the positional argument, `kind` the class of the command, and `further` has the
+    annotations of options that act by their callbacks. The exit status is `run`'s result or the error's `exit_code`.
     """
     settings = composite_settings(composite)
 
     def command(**given: Any) -> None:
         config_file = given.pop("config")
+        for each in further:
+            given.pop(each)
         with reported_errors():
             config = load(
                 composite,
@@ -58,6 +64,7 @@ def configured_command(
     ]
     for declared in settings.values():
         annotations |= {former: _former_option(declared, former) for former in declared.key.former_names}
+    annotations |= further
     order = sorted(annotations, key=lambda key: key != argument)
     command.__annotations__ = annotations
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -66,10 +73,10 @@ def configured_command(
             for key in order
         ]
     )
-    app.command(name, help=help, cls=_ListsTakeSeveral, hidden=hidden)(command)
+    app.command(name, help=help, cls=kind or ListsTakeSeveral, hidden=hidden)(command)
 
 
-class _ListsTakeSeveral(TyperCommand):
+class ListsTakeSeveral(TyperCommand):
     """Command whose list flags accept several words: `--served-model-name a b` is `--served-model-name a
     --served-model-name b`.
 
@@ -87,6 +94,8 @@ class _ListsTakeSeveral(TyperCommand):
                 spread += [word, *words]
             elif word.startswith("-"):
                 option = options.get(word)
+                if option is None:
+                    self.unknown_flag(word)
                 takes_value = option is not None and not option.is_flag
                 value = next(words, None) if takes_value else None
                 spread += [word] if value is None else [word, value]
@@ -97,6 +106,9 @@ class _ListsTakeSeveral(TyperCommand):
                 spread.append(word)
                 wants_argument, several = False, ""
         return super().parse_args(ctx, spread)
+
+    def unknown_flag(self, flag: str) -> None:
+        """Raise an error that is better than the parser's, which follows; `flag` may have a value after `=`."""
 
 
 class reported_errors:

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 import uvloop
 
-from rpc import unix_socket
+from rpc import gateway, unix_socket
 from rpc.errors import (
     AddressInUse,
     BindFailed,
@@ -185,7 +185,12 @@ def check_target(target: str) -> None:
 
 
 def open_channel(target: str) -> grpc.aio.Channel:
-    """Open a channel with keepalive, 256 MiB messages and quick reconnects. The caller must close it."""
+    """Open a channel with keepalive, 256 MiB messages and quick reconnects. The caller must close it.
+
+    A target that is a URL is reached through an API server (`rpc.gateway`).
+    """
+    if gateway.is_forwarded(target):
+        return gateway.open_gateway(target)
     check_target(target)
     channel: grpc.aio.Channel
     if _unix_path(target) is None and _identity is not None:

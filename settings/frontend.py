@@ -27,9 +27,15 @@ class HttpSettings(SettingsGroup):
     ] = None
     http_tls_cert: Annotated[
         Path | None,
-        Key("PEM file of the certificate for HTTPS; reloaded when it changes", default_text="plain HTTP"),
+        Key(
+            "PEM file of the certificate for HTTPS; reloaded when it changes",
+            default_text="plain HTTP",
+            aliases=("--ssl-certfile",),
+        ),
     ] = None
-    http_tls_key: Annotated[Path | None, Key("PEM file of the certificate's private key, unencrypted")] = None
+    http_tls_key: Annotated[
+        Path | None, Key("PEM file of the certificate's private key, unencrypted", aliases=("--ssl-keyfile",))
+    ] = None
     metrics_need_admin: Annotated[bool, Key("Require an admin's API key for /metrics")] = False
     metrics_scope: Annotated[
         Literal["auto", "own", "cluster"],

@@ -64,7 +64,7 @@ class Key:
     unit: Literal["", "s", "bytes"] = ""  # suffix of the field's name that the YAML key lacks
     parse: Callable[[str], Any] | None = None  # converts text to a value, if the type is not enough
     default_text: str | None = None  # shown by --help in place of the default, e.g. when it is decided at start
-    aliases: tuple[str, ...] = ()  # further flags, e.g. "-v"
+    aliases: tuple[str, ...] = ()  # further flags, e.g. "-v", or the name that the flag has in vLLM
     flag: str = ""  # if it differs from the key's name
     former_names: tuple[str, ...] = ()  # earlier YAML keys; they, their variables and flags are still accepted
     panel: str = ""  # heading in --help, if it differs from the group's

@@ -23,6 +23,7 @@ __all__ = [
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _TARGET = re.compile(r"unix:.+|[^:]+:\d{1,5}|\[[^\]]+\]:\d{1,5}")
 _HOST_PORT = re.compile(r"(?P<host>[^:/\[\]]+|\[[^\]/]+\]):(?P<port>\d{1,5})")
+SUPERVISOR_SOCKET = "supervisor.sock"  # of `serve`, in the socket_dir of the processes that it starts
 
 
 def target_host(target: str) -> str:

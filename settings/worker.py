@@ -75,7 +75,9 @@ class BlockSettings(SettingsGroup):
     """Size of KV blocks; the same for all models of a cluster."""
 
     panel: ClassVar[str] = "Model"
-    block_tokens: Annotated[int, Key("Tokens per KV block, the unit of reuse and transfer", low=1, high=4096)] = 16
+    block_tokens: Annotated[
+        int, Key("Tokens per KV block, the unit of reuse and transfer", low=1, high=4096, aliases=("--block-size",))
+    ] = 16
 
 
 @dataclass(frozen=True)
@@ -167,12 +169,16 @@ class EngineSettings(SettingsGroup):
             default_text="enough for max_batch answers and two prompts",
         ),
     ] = 0
-    max_batch: Annotated[int, Key("Maximum sequences decoded in one step", low=1, high=65536)] = 64
+    max_batch: Annotated[
+        int, Key("Maximum sequences decoded in one step", low=1, high=65536, aliases=("--max-num-seqs",))
+    ] = 64
     preemption: Annotated[
         Literal["off", "on"],
         Key("Whether answers of a class give up their KV pages to waiting requests of a more urgent class"),
     ] = "on"
-    prefill_chunk_tokens: Annotated[int, Key("Maximum prompt tokens computed in one step", low=1)] = 512
+    prefill_chunk_tokens: Annotated[
+        int, Key("Maximum prompt tokens computed in one step", low=1, aliases=("--max-num-batched-tokens",))
+    ] = 512
     step_budget: Annotated[
         float,
         Key(

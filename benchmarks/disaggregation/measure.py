@@ -72,8 +72,8 @@ def _replay(shape: str, repeat: int, speed: float, workload: Workload, url: str,
         "sample-families": workload.families,
         "duration": workload.duration_s,
         "tokens-per-block": TOKENS_PER_BLOCK,
-        "slo-ttft": workload.ttft_slo_s,
-        "slo-tbt": workload.tbt_slo_s,
+        "ttft-slo": workload.ttft_slo_s,
+        "tbt-slo": workload.tbt_slo_s,
     }
     command = [sys.executable, "-m", "moonpool", "replay", "conversation", "--no-unloaded"]
     load, before_s = os.getloadavg()[0], cpu_seconds(supervisor_pid)

@@ -103,9 +103,9 @@ def replayed(
     command = [sys.executable, "-m", "moonpool", "replay", str(trace), "--url", served.url, "--out", str(out)]
     command += ["--tokens-per-block", str(TOKENS_PER_BLOCK)]
     command += [
-        "--slo-ttft",
+        "--ttft-slo",
         str(objectives.ttft_s),
-        "--slo-tbt",
+        "--tbt-slo",
         str(objectives.tbt_s),
         "--no-unloaded",
         "--max-send-lag",

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from frontend.admin import AdminRoutes
 from frontend.api.body import BodyReservation, parse_body, read_body
 from frontend.api.formats import ChatFormatter, CompletionFormatter, ResponseFormatter
 from frontend.api.generate import PreparedAnswer, answer, given_request_id
@@ -33,6 +34,7 @@ from frontend.input_limits import InputLimits
 from frontend.prepare import Preparer, RequestContext
 from frontend.request import GenerationRequest
 from frontend.service import ServedModel, Service
+from rpc.gateway import ADMIN
 from rpc.versions import package_version
 from telemetry import exposition, tracing
 
@@ -61,7 +63,10 @@ class _App:
         self._service = service
         self._turnstile = service.throttle
         self._any_model = routes.model
-        self._console = ConsoleRoutes(service)
+        self._sections: dict[str, ConsoleRoutes | AdminRoutes] = {
+            CONSOLE: ConsoleRoutes(service),
+            ADMIN: AdminRoutes(service),
+        }
         self._routes: dict[str, tuple[str, Handler]] = {
             "/health": ("GET", routes.alive),
             "/live": ("GET", routes.alive),
@@ -96,9 +101,10 @@ class _App:
 
     def _handler(self, http: Request) -> Handler:
         path: str = http.scope["path"]
-        if path.startswith(CONSOLE) and (methods := self._console.methods(path)):
-            is_fitting = http.method in methods or (http.method == "HEAD" and "GET" in methods)
-            return self._console if is_fitting else partial(_no_such_method, ", ".join(methods))
+        for start, section in self._sections.items():
+            if path.startswith(start) and (methods := section.methods(path)):
+                is_fitting = http.method in methods or (http.method == "HEAD" and "GET" in methods)
+                return section if is_fitting else partial(_no_such_method, ", ".join(methods))
         method, handler = self._routes.get(path) or self._routes.get(path.rstrip("/"), ("", _no_such_path))
         if not method and path.startswith(_MODEL):
             method, handler = "GET", self._any_model

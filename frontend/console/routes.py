@@ -128,10 +128,10 @@ class ConsoleRoutes:
         name = path.removeprefix(_API)
         if http.method == "POST":
             caller = self._service.keys.admin(http.headers.get("authorization"))
-            body = await self._body(http)
+            body = await read_object(self._service, http)
             return _answer(await self._actions[name](body, _author(caller)))
         if name != "about":
-            self._check_reader(http)
+            self._service.keys.viewer(http.headers.get("authorization"))
         if name.startswith(_REQUEST):
             return _answer(await self._request(name.removeprefix(_REQUEST)))
         return await self._readings[name](http)
@@ -145,18 +145,9 @@ class ConsoleRoutes:
             return Response(status_code=304, headers=page.headers)
         return Response(page.body if http.method == "GET" else b"", headers=page.headers)
 
-    def _check_reader(self, http: Request) -> None:
-        """Check the reader's key: tenants must not see each other's requests. Raises Unauthorized, Forbidden."""
-        if self._needs_key:
-            self._service.keys.admin(http.headers.get("authorization"))
-
-    @property
-    def _needs_key(self) -> bool:
-        return self._service.keys.are_required or self._service.keys.has_admin
-
     async def _about(self, http: Request) -> Response:
         """Return what a page without a key needs to know."""
-        return _answer({"needs_key": self._needs_key, "has_admin": self._service.keys.has_admin})
+        return _answer({"needs_key": self._service.keys.guard_views, "has_admin": self._service.keys.has_admin})
 
     async def _state(self, http: Request) -> Response:
         state = await self._service.console.state()
@@ -174,17 +165,18 @@ class ConsoleRoutes:
             "conductors": await self._service.console_actions.explain(request_id),
         }
 
-    async def _body(self, http: Request) -> Mapping[str, Any]:
-        limit_s = self._service.config.body_timeout_s
-        with self._service.body_budget.place("") as place:
-            raw = await read_body(http, place, max_nbytes=_MOST_BODY_NBYTES, timeout_s=limit_s)
-        try:
-            body = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise InvalidRequest("the body must be a JSON object")
-        return body
+
+async def read_object(service: Service, http: Request) -> dict[str, Any]:
+    """Return the JSON object in the body of an admin's request. Raises ApiError."""
+    with service.body_budget.place("") as place:
+        raw = await read_body(http, place, max_nbytes=_MOST_BODY_NBYTES, timeout_s=service.config.body_timeout_s)
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return body
 
 
 def _name(path: str) -> str:

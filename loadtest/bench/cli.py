@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -21,7 +22,7 @@ from loadtest.cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_INV
 from loadtest.config import MAX_SEND_LAG_S
 from loadtest.errors import ReplayError, SettingInvalid
 from loadtest.model_folder import parse_model_path
-from loadtest.options import one_key
+from loadtest.options import URL_VARIABLE, one_key
 from loadtest.report import finite
 
 LIST_FLAGS = ("--goodput", "--header", "--metadata")
@@ -117,8 +118,13 @@ def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
 def serve(
     backend: Annotated[str, _option(_SERVER, f"One of {', '.join(ENDPOINTS)}.")] = "openai",
     base_url: Annotated[str, _option(_SERVER, "URL of the server; default: http://HOST:PORT.")] = "",
-    host: Annotated[str, _option(_SERVER, "Host name or address of the server.")] = "127.0.0.1",
-    port: Annotated[int, _option(_SERVER, "Port of the server.")] = 8000,
+    host: Annotated[
+        str | None,
+        _option(_SERVER, "Host name or address of the server; default: that of MOONPOOL_URL, otherwise 127.0.0.1."),
+    ] = None,
+    port: Annotated[
+        int | None, _option(_SERVER, "Port of the server; default: that of MOONPOOL_URL, otherwise 8000.")
+    ] = None,
     endpoint: Annotated[str, _option(_SERVER, "Endpoint path; default: the backend's.")] = "",
     model: Annotated[str, _option(_SERVER, "Model name in requests; default: the first model served.")] = "",
     served_model_name: Annotated[str, _option(_SERVER, "Model name in requests if it differs from --model.")] = "",
@@ -278,7 +284,7 @@ def config_of(given: dict[str, Any]) -> BenchConfig:
         **{
             **taken,
             **lengths,
-            "base_url": given["base_url"] or f"http://{_bracketed(given['host'])}:{given['port']}",
+            "base_url": given["base_url"] or _default_url(given["host"], given["port"]),
             "headers": tuple(header_of(pair) for pair in given["header"] or ()),
             "sampling": {name: given[name] for name in sampling if given[name] is not None},
             "extra_body": json_object(given["extra_body"], "--extra-body"),
@@ -291,6 +297,13 @@ def config_of(given: dict[str, Any]) -> BenchConfig:
             "goodput": bounds_of(given["goodput"] or ()),
         }
     )
+
+
+def _default_url(host: str | None, port: int | None) -> str:
+    """Return the URL of the server that is named by host or port, otherwise that of the environment."""
+    if host is None and port is None and (url := os.environ.get(URL_VARIABLE)):
+        return url.rstrip("/")
+    return f"http://{_bracketed(host or '127.0.0.1')}:{8000 if port is None else port}"
 
 
 def _bracketed(host: str) -> str:

@@ -2,11 +2,13 @@
 
 import asyncio
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moonpool.cluster_view.locate import chat_url
+from moonpool.cluster_view.locate import api_url
+from moonpool.commands.secret_file import read_secret
 from moonpool.errors import ChatFailed
 from moonpool.options import reported_errors
 
@@ -26,7 +28,8 @@ def chat(
     url: Annotated[
         str,
         typer.Option(
-            help="URL of the server. Default: this user's `moonpool serve` at port 8000, otherwise the newest one."
+            help="URL of the server. Default: the variable MOONPOOL_URL, otherwise this user's `moonpool serve` at "
+            "port 8000, otherwise the newest one."
         ),
     ] = "",
     api_key: Annotated[
@@ -37,6 +40,7 @@ def chat(
             help="Bearer key; if the variable holds several, the first is sent.",
         ),
     ] = "",
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the bearer key, in place of --api-key.")] = None,
     model: Annotated[str, typer.Option(help="Name of the model. Default: the first served.")] = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     temperature: Annotated[
@@ -72,9 +76,10 @@ def chat(
     view = ChatView(interactive=interactive, figures=interactive if figures is None else figures)
     options = AnswerOptions(temperature=temperature, max_tokens=max_tokens, seed=seed)
     with reported_errors(), asyncio.Runner() as runner:
+        api_key = api_key if api_key_file is None else read_secret(api_key_file)
         session = runner.run(_open_session(api_key))
         try:
-            found = runner.run(discover(session, chat_url(url), model=model, deadline_s=_ASK_S))
+            found = runner.run(discover(session, api_url(url), model=model, deadline_s=_ASK_S))
             if interactive:
                 limit = f", {found.max_model_len} tokens of context" if found.max_model_len else ""
                 view.notice(f"{found.model} at {found.base_url}{limit}. /help shows the commands.")

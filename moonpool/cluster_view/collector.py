@@ -7,21 +7,25 @@ import asyncio
 import http.client
 import json
 import urllib.error
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
+from moonpool.cluster_view.failed_calls import conductor_silent
 from moonpool.cluster_view.locate import Located
 from moonpool.cluster_view.reply import is_pool, role_name
 from moonpool.doctor.peers import PeerProbe, observe_peer
 from moonpool.errors import ClusterNotFound, ConfigError, SloNotChanged
 from moonpool.slo.client import ask_slo
 from moonpool.supervision.http_port import open_url
+from moonpool.supervision.ready_file import ReadyFile, ReadyNode
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
 from moonpool_proto.v1.pool_pb2_grpc import PoolStub
+from moonpool_proto.v1.supervisor_pb2_grpc import SupervisorStub
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
-from rpc.control import ControlError, call, open_channel
+from rpc.control import CallRefused, ControlError, call, open_channel
+from rpc.gateway import conductor_url, conductors_behind, supervisor_url
 
 T = TypeVar("T")
 
@@ -57,8 +61,9 @@ class ClusterObservation:
     conductors: Mapping[str, conductor_pb2.ClusterReply | str]  # by name
     objectives: conductor_pb2.ShowSloReply | str
     unreachable: Mapping[str, str]  # nodes whose control port does not answer from here, with the error
-    kv_ports: Mapping[str, PeerProbe]  # probes of the nodes' KV ports, by node id
+    kv_ports: Mapping[str, PeerProbe] | None  # probes of the nodes' KV ports, by node id; None: not probed
     frontends: Sequence[FrontendState]
+    viewpoint: str = "here"  # from where the control ports were called
 
     @property
     def reply(self) -> conductor_pb2.ClusterReply:
@@ -91,15 +96,47 @@ async def ask_cluster(conductor: str) -> conductor_pb2.ClusterReply:
         raise conductor_silent(error) from error
 
 
-def conductor_silent(error: ControlError) -> ClusterNotFound:
-    """Return the error to raise after a failed call of a conductor."""
-    return ClusterNotFound(f"the conductor does not answer: {error}")
+async def conductors_of(located: Located) -> dict[str, str]:
+    """Return conductors' targets by name: those that were given, all that `serve` started, or those of the API server.
 
-
-def conductors_of(located: Located) -> dict[str, str]:
-    """Return conductors' targets by name: the one that was located, and all that `serve` started."""
+    Raises ClusterNotFound if the API server does not answer.
+    """
+    if located.gateway:
+        try:
+            known = await call(
+                conductors_behind(located.gateway),
+                what="The list of conductors",
+                target=located.gateway,
+                deadline_s=ANSWER_DEADLINE_S,
+            )
+        except ControlError as error:
+            raise conductor_silent(error) from error
+        return {"conductor" if len(known) == 1 else target: conductor_url(located.gateway, target) for target in known}
     nodes = located.ready.nodes.items() if located.ready is not None else ()
-    return {"conductor": located.conductor} | {name: node.target for name, node in nodes if node.role == "conductor"}
+    started = {name: node.target for name, node in nodes if node.role == "conductor"}
+    return {"conductor": located.conductor} | started | {target: target for target in located.others}
+
+
+async def with_processes(located: Located) -> Located:
+    """Return a cluster behind an API server with the processes that its `serve` started, if there is one.
+
+    Raises ClusterNotFound if the API server does not answer or rejects the call.
+    """
+    if not located.gateway:
+        return located
+    target = supervisor_url(located.gateway)
+    try:
+        reply = await _call_node(target, SupervisorStub, "State", ANSWER_DEADLINE_S)
+    except CallRefused as error:
+        if error.code in ("NOT_FOUND", "UNIMPLEMENTED"):
+            return located
+        raise conductor_silent(error) from error
+    except ControlError as error:
+        raise conductor_silent(error) from error
+    nodes = {node_id: ReadyNode(**node) for node_id, node in json.loads(reply.json).items()}
+    conductor = next((node.target for node in nodes.values() if node.role == "conductor"), "")
+    ready = ReadyFile(located.gateway, model="", supervisor_pid=0, run_dir="", conductor=conductor, nodes=nodes)
+    return replace(located, ready=ready)
 
 
 async def validate_cluster(located: Located, *, admin_key: str = "") -> list[ValidationResult]:
@@ -107,10 +144,12 @@ async def validate_cluster(located: Located, *, admin_key: str = "") -> list[Val
 
     A process that does not answer is a result with a problem. `admin_key` is for API servers that require one.
     """
+    located = await with_processes(located)
     cluster = await ask_cluster(located.conductor)
-    calls = [_validate(name, "conductor", target, ConductorStub) for name, target in conductors_of(located).items()]
+    conductors = await conductors_of(located)
+    calls = [_validate(name, "conductor", target, ConductorStub) for name, target in conductors.items()]
     calls += [
-        _validate(item.node.node_id, role_name(item.node.role), item.node.target, _stub_of(item))
+        _validate(item.node.node_id, role_name(item.node.role), located.target_of(item.node), _stub_of(item))
         for item in cluster.nodes
     ]
     calls += [_validate_frontend(_serving_frontend(located, url), url, admin_key) for url in located.urls]
@@ -124,12 +163,18 @@ async def validate_cluster(located: Located, *, admin_key: str = "") -> list[Val
     ]
 
 
-async def observe_cluster(located: Located, further: Sequence[str] = ()) -> ClusterObservation:
+async def look_at_cluster(located: Located) -> tuple[conductor_pb2.ClusterReply, ReadyFile | None]:
+    """Return the nodes as the conductor sees them, and the processes that `serve` started. Raises ClusterNotFound."""
+    reply, known = await asyncio.gather(ask_cluster(located.conductor), with_processes(located))
+    return reply, known.ready
+
+
+async def observe_cluster(located: Located) -> ClusterObservation:
     """Observe conductors, nodes, KV ports, objectives and API servers. Raises ClusterNotFound if no conductor answers.
 
-    `further`: gRPC addresses of additional conductors.
+    KV ports are probed only with direct access: API servers forward no KV.
     """
-    targets = conductors_of(located) | {target: target for target in further}
+    targets = await conductors_of(located)
     replies = await asyncio.gather(
         *(_or_reason(ask_conductor(target, deadline_s=_OBSERVATION_DEADLINE_S)) for target in targets.values())
     )
@@ -143,9 +188,11 @@ async def observe_cluster(located: Located, further: Sequence[str] = ()) -> Clus
 
     async def called(item: conductor_pb2.NodeStatus) -> Any:
         async with limit:
-            return await _or_reason(_call_node(item.node.target, _stub_of(item), "State", _OBSERVATION_DEADLINE_S))
+            return await _or_reason(
+                _call_node(located.target_of(item.node), _stub_of(item), "State", _OBSERVATION_DEADLINE_S)
+            )
 
-    addresses = {item.node.node_id: _kv_address(item.node) for item in nodes if item.node.endpoint.tcp_port}
+    addresses = {} if located.gateway else _kv_addresses(nodes)
     answering = next(targets[name] for name, reply in seen.conductors.items() if not isinstance(reply, str))
     objectives, answers, kv_ports, frontends = await asyncio.gather(
         _or_reason(ask_slo(answering)),
@@ -155,7 +202,12 @@ async def observe_cluster(located: Located, further: Sequence[str] = ()) -> Clus
     )
     unreachable = {item.node.node_id: why for item, why in zip(nodes, answers, strict=True) if isinstance(why, str)}
     return ClusterObservation(
-        seen.conductors, objectives, unreachable, dict(zip(addresses, kv_ports, strict=True)), frontends
+        seen.conductors,
+        objectives,
+        unreachable,
+        None if located.gateway else dict(zip(addresses, kv_ports, strict=True)),
+        frontends,
+        "the API server" if located.gateway else "here",
     )
 
 
@@ -202,7 +254,7 @@ async def _validate_frontend(node_id: str, url: str, admin_key: str) -> Validati
         text = await asyncio.to_thread(fetch)
     except urllib.error.HTTPError as error:
         error.close()
-        hint = "; give an admin's API key with --admin-key-file" if error.code in (401, 403) else ""
+        hint = "; give an admin's API key with --api-key-file" if error.code in (401, 403) else ""
         problem = f"HTTP status {error.code}{hint}"
     except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
         problem = f"no answer: {error}"
@@ -219,6 +271,10 @@ def _validation_result(node_id: str, role: str, target: str, text: str) -> Valid
     except (ValueError, KeyError, TypeError) as error:
         problem = f"not a Validate reply: {error!r}"
         return ValidationResult(node_id, role, target, ok=False, problems=(problem,))
+
+
+def _kv_addresses(nodes: Iterable[conductor_pb2.NodeStatus]) -> dict[str, str]:
+    return {item.node.node_id: _kv_address(item.node) for item in nodes if item.node.endpoint.tcp_port}
 
 
 def _kv_address(node: conductor_pb2.Node) -> str:

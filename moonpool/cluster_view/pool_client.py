@@ -10,6 +10,7 @@ from kvpool import KvPoolError
 from kvpool.client import PoolClient
 from kvpool.handles import Flushed, Verified
 from moonpool.cluster_view.collector import ANSWER_DEADLINE_S, ask_cluster
+from moonpool.cluster_view.locate import Located
 from moonpool.cluster_view.pool_status import PoolNodeStatus, PoolStatus, node_status, pool_status, unreachable_node
 from moonpool.cluster_view.reply import is_pool
 from moonpool.errors import ConfigError, PoolCallFailed
@@ -29,20 +30,22 @@ class FoundBlock:
     facts: dict[str, Any]
 
 
-async def ask_pool_status(conductor: str) -> PoolStatus:
+async def ask_pool_status(located: Located) -> PoolStatus:
     """Return the status of all pool nodes, including those that do not answer. Raises ClusterNotFound."""
-    reply = await ask_cluster(conductor)
-    nodes = await asyncio.gather(*(_status(item, reply) for item in reply.nodes if is_pool(item)))
+    reply = await ask_cluster(located.conductor)
+    nodes = await asyncio.gather(
+        *(_status(located.target_of(item.node), item, reply) for item in reply.nodes if is_pool(item))
+    )
     return pool_status(reply, sorted(nodes, key=lambda node: node.node_id))
 
 
-async def pool_nodes(conductor: str, node_id: str = "") -> dict[str, str]:
-    """Return the pool nodes' addresses by id, or only that of `node_id`.
+async def pool_nodes(located: Located, node_id: str = "") -> dict[str, str]:
+    """Return the pool nodes' targets by id, or only that of `node_id`.
 
     Raises ClusterNotFound, ConfigError for an unknown id, PoolCallFailed if there is no pool node.
     """
-    reply = await ask_cluster(conductor)
-    known = {item.node.node_id: item.node.target for item in reply.nodes if is_pool(item)}
+    reply = await ask_cluster(located.conductor)
+    known = {item.node.node_id: located.target_of(item.node) for item in reply.nodes if is_pool(item)}
     if not known:
         raise PoolCallFailed("no pool node has joined the cluster")
     if node_id and node_id not in known:
@@ -76,8 +79,8 @@ async def verify_nodes(nodes: dict[str, str]) -> AsyncIterator[tuple[str, Verifi
                 raise PoolCallFailed(f"{node_id}: {error}") from error
 
 
-async def _status(item: conductor_pb2.NodeStatus, reply: conductor_pb2.ClusterReply) -> PoolNodeStatus:
-    async with _client(item.node.target) as client:
+async def _status(target: str, item: conductor_pb2.NodeStatus, reply: conductor_pb2.ClusterReply) -> PoolNodeStatus:
+    async with _client(target) as client:
         try:
             return node_status(item, reply, await client.state(deadline_s=ANSWER_DEADLINE_S))
         except NetworkError as error:

@@ -21,9 +21,9 @@ from conductor.policy.decisions import Decision, Place, Reject
 from conductor.policy.events import RequestArrived
 from moonpool.cluster_view.collector import ANSWER_DEADLINE_S, call_conductor, conductors_of
 from moonpool.cluster_view.formatting import time_text
-from moonpool.cluster_view.locate import DEFAULT_URL, Located, locate
+from moonpool.cluster_view.locate import Located
 from moonpool.commands import decision_view as view
-from moonpool.commands.arguments import Conductor, Json, ReadyPath, Url, command_group
+from moonpool.commands.arguments import ClusterArguments, Json, command_group, on_cluster
 from moonpool.errors import ClusterNotFound, ConfigError, DecisionLogError, ReceiptError
 from moonpool.options import reported_errors
 from moonpool.receipt_verification import MOST_DIFFERENCES, ReceiptVerdict, printable, read_receipts, verify
@@ -35,17 +35,16 @@ _SEARCH_DEADLINE_S = 6 * ANSWER_DEADLINE_S  # many files may have to be read
 
 
 @app.command()
+@on_cluster
 def explain(
     request_id: Annotated[
         str, typer.Argument(help="The answer's `id`, or `request_id` under `moonpool`.", show_default=False)
     ],
+    cluster: ClusterArguments,
     log: Annotated[
         list[Path] | None,
         typer.Option("--log", help="Folder of a decision log to read instead of querying the cluster. Repeatable."),
     ] = None,
-    url: Url = DEFAULT_URL,
-    conductor: Conductor = "",
-    ready_file: ReadyPath = None,
     as_json: Json = False,
 ) -> None:
     """Explain why a request was placed or rejected: predictions, objectives, the other nodes, the outcome.
@@ -55,7 +54,7 @@ def explain(
     Exits with 1 if the request is unknown. Example: moonpool decisions explain cmpl-4a1c --log out/decisions
     """
     with reported_errors():
-        answers = _read(log, request_id) if log else asyncio.run(_ask(_located(conductor, url, ready_file), request_id))
+        answers = _read(log, request_id) if log else asyncio.run(_ask(_located(cluster), request_id))
         records = sorted((one for answer in answers.values() for one in answer["records"]), key=lambda one: one["at"])
         if as_json:
             print(json.dumps({"request_id": request_id, "records": records, "logs": _about(answers)}, indent=2))
@@ -77,9 +76,9 @@ def explain(
         raise typer.Exit(0 if records else 1)
 
 
-def _located(conductor: str, url: str, ready_file: Path | None) -> Located:
+def _located(cluster: ClusterArguments) -> Located:
     try:
-        return locate(conductor=conductor, url=url, ready_file=ready_file)
+        return cluster.locate()
     except ClusterNotFound as error:
         raise ClusterNotFound(f"{error}, or --log FOLDER for a conductor's decision log") from error
 
@@ -98,7 +97,7 @@ def _read(folders: list[Path], request_id: str) -> dict[str, Any]:
 
 async def _ask(located: Located, request_id: str) -> dict[str, Any]:
     """Query every conductor, since each logs its own decisions."""
-    targets = sorted(set(conductors_of(located).values()))
+    targets = sorted(set((await conductors_of(located)).values()))
     replies = await asyncio.gather(*(_ask_one(target, request_id) for target in targets), return_exceptions=True)
     answers: dict[str, Any] = {}
     for target, reply in zip(targets, replies, strict=True):
@@ -148,6 +147,7 @@ def _unknown(request_id: str, answers: dict[str, Any]) -> str:
 
 
 @app.command("verify")
+@on_cluster
 def verify_receipt(
     receipt: Annotated[
         str,
@@ -157,13 +157,11 @@ def verify_receipt(
             show_default=False,
         ),
     ],
+    cluster: ClusterArguments,
     log: Annotated[
         list[Path] | None,
         typer.Option("--log", help="Folder of a decision log to read instead of asking the cluster. Repeatable."),
     ] = None,
-    url: Url = DEFAULT_URL,
-    conductor: Conductor = "",
-    ready_file: ReadyPath = None,
     as_json: Json = False,
 ) -> None:
     """Verify a receipt: replay its decisions from the log, and compare placements, predictions and measurements.
@@ -175,7 +173,7 @@ def verify_receipt(
     """
     with reported_errors():
         receipts = read_receipts(_read_input(receipt))
-        folders = log or asyncio.run(_log_folders(_located(conductor, url, ready_file), receipts[0].request_id))
+        folders = log or asyncio.run(_log_folders(_located(cluster), receipts[0].request_id))
         try:
             runs = [run for folder in folders for run in recorded_runs(folder)]
             verdicts = verify(receipts, runs)

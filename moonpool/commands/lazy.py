@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 import typer.main
+from typer.core import TyperCommand
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,17 @@ def add_lazy(app: typer.Typer, path: str, target: LazyTarget, help: str = "", pa
     _TARGETS[path] = target
     group, _, name = path.rpartition(" ")
 
+    class CompletedCommand(TyperCommand):
+        """Command that a shell completes as its target."""
+
+        def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+            if extra.get("resilient_parsing"):
+                return target.load().make_context(info_name, args, parent, **extra)
+            return super().make_context(info_name, args, parent, **extra)
+
     @app.command(
         name,
+        cls=CompletedCommand,
         add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
         help=help,

@@ -6,19 +6,19 @@ from typing import Annotated
 
 import typer
 
-from moonpool.cluster_view.locate import DEFAULT_URL, locate
-from moonpool.commands.arguments import Conductor, ReadyPath, Url
+from moonpool.commands.arguments import ClusterArguments, on_cluster
 from moonpool.errors import ConfigError
 from moonpool.options import reported_errors
+from moonpool.supervision.run_dir import supervisor_target
 
 
+@on_cluster
 def scale(
     counts: Annotated[
         list[str],
         typer.Argument(metavar="ROLE=COUNT", help="New number of workers of a role, such as prefill=2. Repeatable."),
     ],
-    url: Url = DEFAULT_URL,
-    ready_file: ReadyPath = None,
+    cluster: ClusterArguments,
     run_dir: Annotated[Path | None, typer.Option(help="Run directory of the `serve` to change.")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Allow counts that leave a model without the workers to serve it.")
@@ -30,21 +30,30 @@ def scale(
     """
     with reported_errors():
         counts_by_role = parse_counts(counts)
-        folder = run_dir
-        if folder is None:
-            ready = locate(conductor="", url=url, ready_file=ready_file).ready
-            assert ready is not None  # only a conductor's address finds a cluster without one
-            folder = Path(ready.run_dir)
+        target = _serve_target(cluster) if run_dir is None else supervisor_target(run_dir.absolute())
         from moonpool.scaling.client import ask_to_scale
 
-        asyncio.run(ask_to_scale(folder.absolute(), counts_by_role, force=force))
+        asyncio.run(ask_to_scale(target, counts_by_role, force=force))
 
 
+def _serve_target(cluster: ClusterArguments) -> str:
+    """Return the target of the `serve` that runs the cluster. Raises ClusterNotFound, ConfigError."""
+    located = cluster.locate()
+    if located.gateway:
+        from rpc.gateway import supervisor_url
+
+        return supervisor_url(located.gateway)
+    if located.ready is None:
+        raise ConfigError(
+            "a conductor starts no workers: give --url, --ready-file or --run-dir of the `moonpool serve` that does"
+        )
+    return supervisor_target(Path(located.ready.run_dir))
+
+
+@on_cluster
 def drain(
     node_id: Annotated[str, typer.Argument(help="Node id, as shown by `moonpool status`.")],
-    url: Url = DEFAULT_URL,
-    conductor: Conductor = "",
-    ready_file: ReadyPath = None,
+    cluster: ClusterArguments,
     force: Annotated[bool, typer.Option("--force", help="Drain even the last node that can serve its model.")] = False,
     wait: Annotated[
         float, typer.Option(help="Maximum seconds to wait until the node has left; 0: do not wait.", min=0.0)
@@ -57,16 +66,15 @@ def drain(
     with reported_errors():
         from moonpool.scaling.client import drain_and_wait
 
-        located = locate(conductor=conductor, url=url, ready_file=ready_file)
+        located = cluster.locate()
         asyncio.run(drain_and_wait(located.conductor, node_id, force=force, wait_s=wait))
 
 
+@on_cluster
 def switch(
     node_id: Annotated[str, typer.Argument(help="Node id, as shown by `moonpool status`.")],
     role: Annotated[str, typer.Argument(help="New role: prefill or decode.")],
-    url: Url = DEFAULT_URL,
-    conductor: Conductor = "",
-    ready_file: ReadyPath = None,
+    cluster: ClusterArguments,
     wait: Annotated[
         float, typer.Option(help="Maximum seconds to wait until the node has changed; 0: do not wait.", min=0.0)
     ] = 60.0,
@@ -80,7 +88,7 @@ def switch(
 
         if role not in ROLES:
             raise ConfigError(f"ROLE must be {' or '.join(ROLES)}, got {role!r}")
-        located = locate(conductor=conductor, url=url, ready_file=ready_file)
+        located = cluster.locate()
         asyncio.run(switch_and_wait(located.conductor, node_id, role, wait_s=wait))
 
 

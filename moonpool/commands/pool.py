@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from kvpool.handles import Verified
 from moonpool.cluster_view import pool_client
 from moonpool.cluster_view import pool_rendering as view
-from moonpool.cluster_view.locate import DEFAULT_URL, locate
-from moonpool.commands.arguments import Conductor, Json, ReadyPath, Url, command_group, wide_console
+from moonpool.cluster_view.locate import Located
+from moonpool.commands.arguments import ClusterArguments, Json, command_group, on_cluster, wide_console
 from moonpool.errors import ConfigError
 from moonpool.options import reported_errors
 
@@ -29,16 +29,15 @@ app = command_group(
 
 
 @app.command()
-def status(
-    url: Url = DEFAULT_URL, conductor: Conductor = "", ready_file: ReadyPath = None, as_json: Json = False
-) -> None:
+@on_cluster
+def status(cluster: ClusterArguments, as_json: Json = False) -> None:
     """Show contents, hit rates and evictions of each pool node by tier.
 
     Example: moonpool pool status --json
     """
     with reported_errors():
-        located = locate(conductor=conductor, url=url, ready_file=ready_file)
-        seen = asyncio.run(pool_client.ask_pool_status(located.conductor))
+        located = cluster.locate()
+        seen = asyncio.run(pool_client.ask_pool_status(located))
         if as_json:
             print(json.dumps(seen.to_json(), indent=2))
         else:
@@ -46,11 +45,10 @@ def status(
 
 
 @app.command()
+@on_cluster
 def inspect(
     key: Annotated[str, typer.Argument(help="First hex digits of a block's key, as logs show it; 4 or more.")],
-    url: Url = DEFAULT_URL,
-    conductor: Conductor = "",
-    ready_file: ReadyPath = None,
+    cluster: ClusterArguments,
     as_json: Json = False,
 ) -> None:
     """Show every copy of a block in every node and tier. Its bytes are verified, and damaged copies removed.
@@ -59,10 +57,10 @@ def inspect(
     """
     with reported_errors():
         digits = _checked_key(key)
-        located = locate(conductor=conductor, url=url, ready_file=ready_file)
+        located = cluster.locate()
 
         async def ask() -> list[pool_client.FoundBlock]:
-            nodes = await pool_client.pool_nodes(located.conductor)
+            nodes = await pool_client.pool_nodes(located)
             found = await pool_client.inspect_key(nodes, bytes.fromhex(digits[: len(digits) // 2 * 2]))
             return [block for block in found if block.facts["key"].startswith(digits)]
 
@@ -78,15 +76,14 @@ def inspect(
 
 
 @app.command()
+@on_cluster
 def flush(
+    cluster: ClusterArguments,
     node: Node = "",
     dram_only: Annotated[
         bool, typer.Option("--dram-only", help="Write blocks that are only in memory to SSD, then empty the memory.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
-    url: Url = DEFAULT_URL,
-    conductor: Conductor = "",
-    ready_file: ReadyPath = None,
     as_json: Json = False,
 ) -> None:
     """Remove all blocks that are not in use from memory and SSD. The workers' own pages stay.
@@ -94,8 +91,8 @@ def flush(
     Example: moonpool pool flush --node pool-0 --dram-only --yes
     """
     with reported_errors():
-        located = locate(conductor=conductor, url=url, ready_file=ready_file)
-        nodes = asyncio.run(pool_client.pool_nodes(located.conductor, node))
+        located = cluster.locate()
+        nodes = asyncio.run(pool_client.pool_nodes(located, node))
         what = "the memory" if dram_only else "memory and SSD"
         if not yes and not _confirmed(f"Empty {what} of {', '.join(nodes)}?"):
             print("Nothing was removed.")
@@ -108,11 +105,10 @@ def flush(
 
 
 @app.command()
+@on_cluster
 def verify(
+    cluster: ClusterArguments,
     node: Node = "",
-    url: Url = DEFAULT_URL,
-    conductor: Conductor = "",
-    ready_file: ReadyPath = None,
     as_json: Json = False,
 ) -> None:
     """Read every block of both tiers and verify its digests. Damaged blocks are removed, and recomputed when needed.
@@ -120,8 +116,8 @@ def verify(
     Exits with 1 if there were any. Serving continues. Example: moonpool pool verify
     """
     with reported_errors():
-        located = locate(conductor=conductor, url=url, ready_file=ready_file)
-        done = asyncio.run(_verify(located.conductor, node))
+        located = cluster.locate()
+        done = asyncio.run(_verify(located, node))
         if as_json:
             print(json.dumps({name: asdict(each) for name, each in done.items()}, indent=2))
         else:
@@ -129,9 +125,9 @@ def verify(
         raise typer.Exit(1 if any(each.corrupt for each in done.values()) else 0)
 
 
-async def _verify(conductor: str, node: str) -> dict[str, Verified]:
+async def _verify(located: Located, node: str) -> dict[str, Verified]:
     """Verify the nodes, with a progress bar on a terminal, and return each node's result."""
-    nodes = await pool_client.pool_nodes(conductor, node)
+    nodes = await pool_client.pool_nodes(located, node)
     console = Console(stderr=True)
     done: dict[str, Verified] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

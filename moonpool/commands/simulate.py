@@ -19,6 +19,7 @@ from engine.config import read_config
 from engine.errors import EngineError
 from kvpool import KvPoolError
 from kvpool.policy.eviction import POLICIES
+from loadtest.options import EarlierFlags
 from moonpool.errors import MoonpoolError
 from moonpool.model_files import local_model
 from settings.hub_model import parse_model
@@ -93,7 +94,7 @@ def bad_input() -> Iterator[None]:
         raise typer.Exit(_EXIT_BAD_INPUT) from error
 
 
-@app.command("overload")
+@app.command("overload", cls=EarlierFlags)
 def overload(
     trace: Trace = CONVERSATION,
     seeds: Annotated[
@@ -119,8 +120,10 @@ def overload(
     requests: Requests = 23_000,
     prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 8,
     decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = 8,
-    ttft: Annotated[float, typer.Option(help="Objective: seconds to the first token.")] = 30.0,
-    tbt: Annotated[float, typer.Option(help="Objective: seconds between tokens.")] = 0.1,
+    ttft_slo: Annotated[
+        float, typer.Option(*("--ttft-slo", "--ttft"), help="Objective: seconds to the first token.")
+    ] = 30.0,
+    tbt_slo: Annotated[float, typer.Option(*("--tbt-slo", "--tbt"), help="Objective: seconds between tokens.")] = 0.1,
     output_scale: OutputScale = 1.0,
     longest_prompt: Annotated[int, typer.Option(min=0, help="Skip prompts with more tokens; 0: no limit.")] = 0,
     longest_answer: LongestAnswer = 0,
@@ -159,7 +162,7 @@ def overload(
     Goodput counts requests that met both objectives; a request's time between tokens is the mean of the longest tenth
     of its intervals. Every mode gets the same arrivals.
 
-    Example: moonpool simulate overload --seeds 10 --tbt 0.05 --output-scale 4 --plot overload.svg
+    Example: moonpool simulate overload --seeds 10 --tbt-slo 0.05 --output-scale 4 --plot overload.svg
     """
     with bad_input():
         if plot is not None:
@@ -172,8 +175,8 @@ def overload(
                 profile,
                 prefill_nodes=prefill,
                 decode_nodes=decode,
-                ttft_s=ttft,
-                tbt_s=tbt,
+                ttft_s=ttft_slo,
+                tbt_s=tbt_slo,
                 requests=requests,
                 output_scale=output_scale,
                 longest_prompt=longest_prompt,
@@ -216,12 +219,16 @@ def _show(found: Overload, json_file: Path | None, plot: Path | None, markdown: 
     print(json.dumps(summary, allow_nan=False), flush=True)
 
 
-@app.command("tune")
+@app.command("tune", cls=EarlierFlags)
 def tune_(
     trace: Trace = CONVERSATION,
     rate: Annotated[float, typer.Option(help="Arrivals per second.")] = 5.0,
-    ttft: Annotated[float, typer.Option(help="Present objective: seconds to the first token.")] = 30.0,
-    tbt: Annotated[float, typer.Option(help="Present objective: seconds between tokens.")] = 0.1,
+    ttft_slo: Annotated[
+        float, typer.Option(*("--ttft-slo", "--ttft"), help="Present objective: seconds to the first token.")
+    ] = 30.0,
+    tbt_slo: Annotated[
+        float, typer.Option(*("--tbt-slo", "--tbt"), help="Present objective: seconds between tokens.")
+    ] = 0.1,
     prefill: Annotated[int, typer.Option(min=1, help="Present number of prefill nodes.")] = 8,
     decode: Annotated[int, typer.Option(min=1, help="Present number of decode nodes.")] = 8,
     try_ttft: Annotated[str, typer.Option(metavar="S[,S...]", help="TTFT objectives to try; empty: none.")] = "",
@@ -270,8 +277,8 @@ def tune_(
                 profile,
                 prefill_nodes=prefill,
                 decode_nodes=decode,
-                ttft_s=ttft,
-                tbt_s=tbt,
+                ttft_s=ttft_slo,
+                tbt_s=tbt_slo,
                 requests=requests,
                 output_scale=output_scale,
                 longest_prompt=0,

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moonpool.cluster_view.locate import DEFAULT_URL, locate
-from moonpool.commands.arguments import Conductor, Json, ReadyPath, Url, command_group, wide_console
+from moonpool.commands.arguments import ClusterArguments, Json, command_group, on_cluster, wide_console
 from moonpool.errors import ConfigError, SloNotChanged
 from moonpool.options import reported_errors
 from moonpool.slo import rendering as preview
@@ -39,14 +38,13 @@ app = command_group("slo", "Versioned latency objectives of a running cluster.\n
 
 
 @app.command()
+@on_cluster
 def show(
+    cluster: ClusterArguments,
     version: Annotated[int | None, typer.Option(min=1, help="Show an earlier version.")] = None,
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print only the objectives, in the form that `set` reads.")
     ] = False,
-    url: Url = DEFAULT_URL,
-    conductor: Conductor = "",
-    ready_file: ReadyPath = None,
     as_json: Json = False,
 ) -> None:
     """Show the objectives in force, their author and reason, and the conductors that apply them.
@@ -56,7 +54,7 @@ def show(
     with reported_errors():
         from moonpool.slo.client import ask_slo
 
-        located = locate(conductor=conductor, url=url, ready_file=ready_file)
+        located = cluster.locate()
         seen = asyncio.run(ask_slo(located.conductor, history=_ALL_VERSIONS if version else 0))
         found = _version(seen, version) if version else seen.current
         if as_json:
@@ -70,11 +68,10 @@ def show(
 
 
 @app.command()
+@on_cluster
 def history(
+    cluster: ClusterArguments,
     limit: Annotated[int, typer.Option(min=1, help="Number of versions, newest first.")] = 20,
-    url: Url = DEFAULT_URL,
-    conductor: Conductor = "",
-    ready_file: ReadyPath = None,
     as_json: Json = False,
 ) -> None:
     """Show the versions with time, author, origin and reason. The last 100 are kept.
@@ -84,7 +81,7 @@ def history(
     with reported_errors():
         from moonpool.slo.client import ask_slo
 
-        located = locate(conductor=conductor, url=url, ready_file=ready_file)
+        located = cluster.locate()
         seen = asyncio.run(ask_slo(located.conductor, history=limit))
         if as_json:
             print(json.dumps([view.version_json(each) for each in seen.history], indent=2))
@@ -93,16 +90,15 @@ def history(
 
 
 @app.command("set")
+@on_cluster
 def set_(
     file: File,
     reason: Reason,
+    cluster: ClusterArguments,
     author: Author = "",
     expect_version: Expect = None,
     force: Force = False,
     wait: Wait = 15.0,
-    url: Url = DEFAULT_URL,
-    conductor: Conductor = "",
-    ready_file: ReadyPath = None,
 ) -> None:
     """Store the objectives of a file as a new version, and wait until every conductor applies it.
 
@@ -111,7 +107,7 @@ def set_(
     with reported_errors():
         content = json.dumps(_readable(file))
         _change(
-            locate(conductor=conductor, url=url, ready_file=ready_file).conductor,
+            cluster.locate().conductor,
             wait,
             author=author,
             reason=reason,
@@ -122,15 +118,14 @@ def set_(
 
 
 @app.command()
+@on_cluster
 def rollback(
     version: Annotated[int, typer.Argument(min=1, help="Version to restore; `history` lists the versions.")],
     reason: Reason,
+    cluster: ClusterArguments,
     author: Author = "",
     expect_version: Expect = None,
     wait: Wait = 15.0,
-    url: Url = DEFAULT_URL,
-    conductor: Conductor = "",
-    ready_file: ReadyPath = None,
 ) -> None:
     """Store the objectives of an earlier version as a new version.
 
@@ -138,7 +133,7 @@ def rollback(
     """
     with reported_errors():
         _change(
-            locate(conductor=conductor, url=url, ready_file=ready_file).conductor,
+            cluster.locate().conductor,
             wait,
             author=author,
             reason=reason,
@@ -148,12 +143,11 @@ def rollback(
 
 
 @app.command()
+@on_cluster
 def check(
     file: File,
+    cluster: ClusterArguments,
     force: Force = False,
-    url: Url = DEFAULT_URL,
-    conductor: Conductor = "",
-    ready_file: ReadyPath = None,
 ) -> None:
     """Preview `set` without changing anything.
 
@@ -164,7 +158,7 @@ def check(
         from moonpool.slo.client import change_slo
         from moonpool_proto.v1 import conductor_pb2
 
-        located = locate(conductor=conductor, url=url, ready_file=ready_file)
+        located = cluster.locate()
         change = conductor_pb2.ChangeSloRequest(
             author=_author(""), reason="check", content=json.dumps(_readable(file)), trial=True, force=force
         )

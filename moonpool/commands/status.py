@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moonpool.cluster_view.formatting import count_text, percent_text, plain_table, state_text
-from moonpool.cluster_view.locate import DEFAULT_URL, locate
-from moonpool.commands.arguments import Conductor, Json, ReadyPath, Url, wide_console
-from moonpool.commands.secret_file import read_secret
+from moonpool.commands.arguments import ClusterArguments, Json, on_cluster, wide_console
 from moonpool.errors import ClusterNotFound
 from moonpool.options import reported_errors
 
@@ -42,10 +40,9 @@ _HEADINGS = (
 )
 
 
+@on_cluster
 def status(
-    url: Url = DEFAULT_URL,
-    conductor: Conductor = "",
-    ready_file: ReadyPath = None,
+    cluster: ClusterArguments,
     as_json: Json = False,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C; with --json print a line each time.")
@@ -54,15 +51,14 @@ def status(
 ) -> None:
     """Show the nodes of a running cluster: state, load, memory, cache hits, processes.
 
-    Examples: moonpool status · moonpool status --watch · moonpool status --url http://127.0.0.1:8080 --json
+    Examples: moonpool status · moonpool status --watch · moonpool status --url https://api.example.com:8000 --json
     """
 
     def look() -> "ClusterStatus":
-        from moonpool.cluster_view.collector import ask_cluster
+        from moonpool.cluster_view.collector import look_at_cluster
         from moonpool.cluster_view.status import cluster_status
 
-        located = locate(conductor=conductor, url=url, ready_file=ready_file)
-        return cluster_status(asyncio.run(ask_cluster(located.conductor)), located.ready)
+        return cluster_status(*asyncio.run(look_at_cluster(cluster.locate())))
 
     with reported_errors():
         seen = look()
@@ -122,17 +118,14 @@ def _cells(row: "NodeRow", *, brief: bool) -> list[str | Text]:
 _POLL_S = 0.2
 
 
+@on_cluster
 def validate(
-    url: Url = DEFAULT_URL,
-    conductor: Conductor = "",
-    ready_file: ReadyPath = None,
+    cluster: ClusterArguments,
     wait: Annotated[
         float, typer.Option(help="Repeat for up to this many seconds until no problem is left.", min=0.0)
     ] = 0.0,
     as_json: Json = False,
-    admin_key_file: Annotated[
-        Path | None, typer.Option(help="File with an admin's API key, if the API servers require one.")
-    ] = None,
+    admin_key_file: Annotated[Path | None, typer.Option(hidden=True, help="Earlier name of --api-key-file.")] = None,
 ) -> None:
     """Check that no process of an idle cluster holds resources: pages, leases, puts, streams, ledger entries.
 
@@ -141,8 +134,9 @@ def validate(
     from moonpool.cluster_view.collector import validate_cluster
 
     with reported_errors():
-        located = locate(conductor=conductor, url=url, ready_file=ready_file)
-        admin_key = read_secret(admin_key_file) if admin_key_file is not None else ""
+        if admin_key_file is not None:
+            cluster = replace(cluster, api_key_file=admin_key_file)
+        located, admin_key = cluster.locate(), cluster.api_key()
         deadline_s = time.monotonic() + wait
         while True:
             answers = asyncio.run(validate_cluster(located, admin_key=admin_key))

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.live import Live
 
 from moonpool.cluster_view.activity import ActivityHistory, ClusterActivity, ClusterSample
-from moonpool.cluster_view.collector import ask_cluster
-from moonpool.cluster_view.locate import DEFAULT_URL, Located, locate
+from moonpool.cluster_view.collector import look_at_cluster
+from moonpool.cluster_view.locate import Located
 from moonpool.cluster_view.top_rendering import KEYS, SORTS, TopView, screen
-from moonpool.commands.arguments import Conductor, ReadyPath, Url, wide_console
+from moonpool.commands.arguments import ClusterArguments, on_cluster, wide_console
 from moonpool.options import reported_errors
 
 _ARROWS: Final = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1b[5~": "page up", b"\x1b[6~": "page down"}
@@ -70,10 +70,9 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 
 @app.command()
+@on_cluster
 def top(
-    url: Url = DEFAULT_URL,
-    conductor: Conductor = "",
-    ready_file: ReadyPath = None,
+    cluster: ClusterArguments,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two samples.")] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="Sample twice, print the result, and exit; the default without a terminal.")
@@ -83,11 +82,10 @@ def top(
 
     Keys: q quits, p pauses, s sorts the nodes by the next column, r reverses the order, arrows and page keys scroll.
 
-    Examples: moonpool top · moonpool top --url http://127.0.0.1:8080 · moonpool top --conductor 10.0.0.1:7000 --once
+    Examples: moonpool top · moonpool top --url https://api.example.com:8000 · moonpool top --conductor 10.0.0.1:7000
     """
     with reported_errors():
-        located = locate(conductor=conductor, url=url, ready_file=ready_file)
-        sampler = _Sampler(located, every)
+        sampler = _Sampler(cluster.locate(), every)
         if once or not (sys.stdin.isatty() and sys.stdout.isatty()):
             seen = asyncio.run(sampler.twice())
             console, shown = wide_console(), TopView(clock=_clock())
@@ -132,8 +130,8 @@ class _Sampler:
             notify()
 
     async def _sample(self) -> ClusterActivity:
-        reply = await ask_cluster(self._located.conductor)
-        return self._history.add(ClusterSample(time.monotonic(), reply), self._located.ready)
+        reply, processes = await look_at_cluster(self._located)
+        return self._history.add(ClusterSample(time.monotonic(), reply), processes)
 
 
 def _watch(sampler: _Sampler) -> None:

@@ -24,6 +24,7 @@ from settings.yaml_nesting import NestedTooDeeply, events_of
 
 PREFIX = "MOONPOOL_"
 CONFIG_VARIABLE = "MOONPOOL_CONFIG"
+URL_VARIABLE = "MOONPOOL_URL"  # of the API server that commands call; no setting
 
 C = TypeVar("C")
 
@@ -48,7 +49,7 @@ def load(
         config_file = Path(environ[CONFIG_VARIABLE])
     read = composite_settings(composite)
     file_values = _file_values(config_file, known)
-    environment_values = _environment_values(environ, known, {CONFIG_VARIABLE, *reserved_variables})
+    environment_values = _environment_values(environ, known, {CONFIG_VARIABLE, URL_VARIABLE, *reserved_variables})
     given = {
         key: (value, read[key].flag if key in read else flag_of(key))
         for key, value in flags.items()

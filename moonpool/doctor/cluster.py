@@ -99,14 +99,17 @@ def judge_control(seen: ClusterObservation) -> Verdict:
             return Level.FAIL, f"{_some(seen.unreachable)} do not answer either", "See the advice on silent nodes."
         found = _some([f"{node}: {why}" for node, why in seen.unreachable.items()])
         advice = (
-            "It reports to the conductor, but cannot be called from here. If API servers and workers cannot call it "
-            "either, requests fail: check its --listen and --advertise addresses and the firewall."
+            f"It reports to the conductor, but cannot be called from {seen.viewpoint}. If API servers and workers "
+            "cannot call it either, requests fail: check its --listen and --advertise addresses and the firewall."
         )
         return Level.FAIL, found, advice
-    return Level.OK, f"{len(seen.reply.nodes)} nodes answer from here", ""
+    return Level.OK, f"{len(seen.reply.nodes)} nodes answer from {seen.viewpoint}", ""
 
 
 def judge_kv_ports(seen: ClusterObservation) -> Verdict:
+    if seen.kv_ports is None:
+        advice = "To check them, run it on a host of the cluster with --conductor in place of --url."
+        return Level.NOTE, "not checked: API servers forward no KV", advice
     verdicts = {node: judge_peer(peer, frozenset()) for node, peer in seen.kv_ports.items()}
     bad = {node: verdict for node, verdict in verdicts.items() if verdict[0] in (Level.WARN, Level.FAIL)}
     if bad:

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moonpool.cluster_view.locate import DEFAULT_URL, locate
-from moonpool.commands.arguments import ReadyPath, Url
+from moonpool.commands.arguments import ClusterArguments, on_cluster
 from moonpool.doctor import gpu, machine, network, peers, rdma, software, storage
 from moonpool.doctor.checks import Check, CheckResult, Level, Needs, Purpose, examine
 from moonpool.errors import ConfigError
@@ -43,7 +42,9 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 
 @app.command()
+@on_cluster
 def doctor(
+    place: ClusterArguments,
     needed: Annotated[
         list[Purpose] | None,
         typer.Option(
@@ -70,12 +71,6 @@ def doctor(
             "--cluster", help="Check a running cluster, located as by `moonpool status`, instead of this machine."
         ),
     ] = False,
-    url: Url = DEFAULT_URL,
-    conductor: Annotated[
-        list[str] | None,
-        typer.Option(help="With --cluster: gRPC address of a conductor. Repeatable."),
-    ] = None,
-    ready_file: ReadyPath = None,
 ) -> None:
     """Check what this machine provides for serving, and advise on what is missing. Takes less than 5 seconds.
 
@@ -84,13 +79,14 @@ def doctor(
 
     Examples: moonpool doctor · moonpool doctor --for gpu --json · moonpool doctor --for pool --pool-ssd-dir /mnt/nvme
     · moonpool doctor --for rdma --peer 10.0.0.2:7100 --registered 64GiB
-    · moonpool doctor --cluster · moonpool doctor --cluster --conductor 10.0.0.1:7000 --conductor 10.0.0.2:7000
+    · moonpool doctor --cluster · moonpool doctor --cluster --url https://api.example.com:8000
+    · moonpool doctor --cluster --conductor 10.0.0.1:7000 --conductor 10.0.0.2:7000
     """
     if cluster:
         with reported_errors():
-            _report(_examined(url, conductor or [], ready_file), "cluster", as_json)
-    if conductor:
-        raise typer.BadParameter("--conductor requires --cluster")
+            _report(_examined(place), "cluster", as_json)
+    if place.is_given:
+        raise typer.BadParameter("the options that name a cluster require --cluster")
     try:
         options = DoctorOptions(
             port=port,
@@ -105,12 +101,11 @@ def doctor(
     _report(examine(all_checks(options), options.needs), "machine", as_json)
 
 
-def _examined(url: str, conductors: Sequence[str], ready_file: Path | None) -> list[CheckResult]:
+def _examined(place: ClusterArguments) -> list[CheckResult]:
     from moonpool.cluster_view.collector import observe_cluster
     from moonpool.doctor.cluster import judge_cluster
 
-    located = locate(conductor=conductors[0] if conductors else "", url=url, ready_file=ready_file)
-    return judge_cluster(asyncio.run(observe_cluster(located, conductors[1:])))
+    return judge_cluster(asyncio.run(observe_cluster(place.locate())))
 
 
 def _report(findings: Sequence[CheckResult], what: str, as_json: bool) -> NoReturn:

@@ -3,15 +3,14 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import grpc
 
-from moonpool.cluster_view.collector import ask_cluster, call_conductor, conductor_silent
+from moonpool.cluster_view.collector import ask_cluster, call_conductor
+from moonpool.cluster_view.failed_calls import conductor_silent
 from moonpool.cluster_view.reply import role_name
 from moonpool.errors import ClusterNotFound, DrainRefused, MoonpoolError, ScaleRefused
-from moonpool.supervision.run_dir import supervisor_target
 from moonpool_proto.v1 import common_pb2, conductor_pb2
 from moonpool_proto.v1.supervisor_pb2 import ScaleRequest
 from moonpool_proto.v1.supervisor_pb2_grpc import SupervisorStub
@@ -38,12 +37,11 @@ def last_of_its_kind(cluster: conductor_pb2.ClusterReply, node_id: str) -> bool:
     return bool(model) and model in cluster.ready_models and not serves
 
 
-async def ask_to_scale(run_dir: Path, wanted: Mapping[str, int], *, force: bool) -> None:
-    """Change the counts, print each step, and return when all is done.
+async def ask_to_scale(target: str, wanted: Mapping[str, int], *, force: bool) -> None:
+    """Change the counts by a call to `serve` at `target`, print each step, and return when all is done.
 
     Raises ScaleRefused, ClusterNotFound, or MoonpoolError when the change failed.
     """
-    target = supervisor_target(run_dir)
     changed = False
     async with open_channel(target) as channel:
         try:
@@ -57,7 +55,7 @@ async def ask_to_scale(run_dir: Path, wanted: Mapping[str, int], *, force: bool)
             if error.code() == grpc.StatusCode.ABORTED:
                 raise MoonpoolError(error.details() or "it failed") from error
             reason = control_error(error, what="Supervisor.Scale", target=target)
-            raise ClusterNotFound(f"no `moonpool serve` answers in {run_dir}: {reason}") from error
+            raise ClusterNotFound(f"no `moonpool serve` answers: {reason}") from error
     if not changed:
         print("nothing to do: the cluster has the requested counts")
 

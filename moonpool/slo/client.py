@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from moonpool.cluster_view.failed_calls import conductor_silent
 from moonpool.errors import ClusterNotFound, ConfigError, SloNotChanged
 from moonpool_proto.v1 import conductor_pb2
 from moonpool_proto.v1.conductor_pb2_grpc import ConductorStub
@@ -56,6 +57,4 @@ async def _call(rpc: "grpc.aio.UnaryUnaryCall[Any, T]", what: str, target: str) 
             raise ConfigError(reason) from error
         if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ABORTED):
             raise SloNotChanged(reason) from error
-        raise ClusterNotFound(
-            f"the conductor does not answer: {control_error(error, what=what, target=target)}"
-        ) from error
+        raise conductor_silent(control_error(error, what=what, target=target)) from error

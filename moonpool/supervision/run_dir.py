@@ -8,6 +8,7 @@ from types import TracebackType
 
 from moonpool.errors import ConfigError, RunDirInUse
 from rpc.private_folder import UnsafePath, open_private
+from settings.node import SUPERVISOR_SOCKET
 
 OBJECTIVES = "objectives"  # folder of the objectives' versions, in the run directory or the state folder
 LONGEST_SOCKET_NAME = 40  # bytes for file names inside; a unix socket's path has at most 107
@@ -42,7 +43,7 @@ def make_run_dir(path: Path) -> Path:
 
 def supervisor_target(run_dir: Path) -> str:
     """Return the gRPC address at which the cluster of this run directory accepts changes."""
-    return f"unix:{run_dir / 'supervisor.sock'}"
+    return f"unix:{run_dir / SUPERVISOR_SOCKET}"
 
 
 class RunDirLock:

@@ -20,7 +20,9 @@ from moonpool.config import all_settings
 ROOT = Path(__file__).parents[2]
 OBJECTIVES = "docs/objectives.md"
 # Said of other programs, or of no command line.
-OTHER_VARIABLES = {"MOONPOOL_READY", "MOONPOOL_CONFIG"}
+OTHER_VARIABLES = {"MOONPOOL_READY", "MOONPOOL_CONFIG", "MOONPOOL_URL"}
+# Of `moonpool` itself.
+TOP_FLAGS = {"--help", "--version", "--install-completion", "--show-completion"}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def complaint(commands: dict[str, Any]) -> Callable[[list[str]], str]:
         groups = {path.split()[0] for path in commands if " " in path}
         if name in groups and rest and not rest[0].startswith("-"):
             name, *rest = f"{name} {rest[0]}", *rest[1:]
-        if name == "--help" or (name in groups and rest == ["--help"]):
+        if name in TOP_FLAGS or (name in groups and rest == ["--help"]):
             return ""
         if name not in commands:
             return f"no command {name!r}"
@@ -121,7 +123,7 @@ def test_every_flag_in_the_text_is_some_commands(pages: list[Any], commands: dic
         for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", code)
     }
     assert named
-    assert sorted(f"{page}: {flag}" for page, flag in named if flag not in known | {"--help"}) == []
+    assert sorted(f"{page}: {flag}" for page, flag in named if flag not in known | TOP_FLAGS) == []
 
 
 def test_every_variable_is_read(pages: list[Any]) -> None:

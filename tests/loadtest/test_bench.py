@@ -354,3 +354,12 @@ def test_special_tokens_are_never_drawn(tokens) -> None:
     special = [i for i, added in tokens.tokenizer.get_added_tokens_decoder().items() if added.special]
     assert special
     assert not set(special) & set(ordinary_ids(tokens).tolist())
+
+
+def test_the_server_is_that_of_the_environment_unless_a_flag_names_one(serve) -> None:
+    flags, environ = ("serve", "--num-prompts", "2", "--random-output-len", "2"), {"MOONPOOL_URL": f"{serve().url}/"}
+    assert CliRunner().invoke(app, flags, env=environ).exit_code == 0
+    for named, url in ((("--port", "1"), "http://127.0.0.1:1"), (("--base-url", "http://[::1]:1"), "http://[::1]:1")):
+        done = CliRunner().invoke(app, (*flags, *named), env=environ)
+        assert done.exit_code != 0
+        assert f"{url}/" in done.output

@@ -36,6 +36,15 @@ def test_a_replay_prints_the_table_and_ends_with_zero(invoke, serve, tmp_path: P
     assert json.loads((tmp_path / "report.json").read_text())["completed"] == 20
 
 
+def test_the_server_is_that_of_the_environment_unless_one_is_given(
+    invoke, serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONPOOL_URL", serve().url)
+    flags = ("conversation", "--out", tmp_path, "--limit", 5, "--speed", 2000, "--no-unloaded", "--max-send-lag", 60)
+    assert invoke(*flags).exit_code == 0
+    assert "http://127.0.0.1:1" in invoke(*flags, "--url", "http://127.0.0.1:1").output
+
+
 def test_several_senders_report_as_one(invoke, serve, tmp_path: Path) -> None:
     server = serve()
     done = invoke(

@@ -84,7 +84,7 @@ def test_without_objectives_attainment_is_null() -> None:
     assert found["slo_attainment"] is None
     assert found["goodput_rps"] is None
     assert "not evaluated" in found["slo_rule"]
-    assert "--slo-ttft" in found["slo_rule"]
+    assert "--ttft-slo" in found["slo_rule"]
 
 
 @given(st.floats(0.001, 1), st.floats(0, 1e-3), st.floats(0, 1e-6))

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.cluster_view.locate import chat_url, locate
+from moonpool.cluster_view.locate import api_url, locate
+from moonpool.config import ServeConfig, all_settings, load
 from moonpool.errors import ClusterNotFound, ConfigError, ModelFolderError, RunDirInUse
 from moonpool.model_files import check_model_folder
 from moonpool.supervision.child import LogFile
@@ -20,6 +21,7 @@ from moonpool.supervision.ready_file import ReadyFile, ReadyModel, ReadyNode
 from moonpool.supervision.run_dir import RunDirLock, make_run_dir
 from moonpool.supervision.terminal import record_level
 from moonpool.supervision.threads import engine_threads, usable_cores
+from moonpool_proto.v1 import conductor_pb2
 from settings.worker import BUNDLED_MODEL
 
 READY = ReadyFile(
@@ -50,42 +52,89 @@ def test_what_is_no_ready_file_is_refused(tmp_path: Path, text: str) -> None:
         ReadyFile.read(path)
 
 
-def test_a_cluster_is_found_by_its_port_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def run_dirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Write the ready file of a cluster of this user, whose conductor is at unix:/PORT."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    run_dir = tmp_path / f"moonpool-{os.getuid()}" / "8000"
-    run_dir.mkdir(parents=True)
-    READY.write(run_dir / "serve.json")
-    assert locate(conductor="", url="http://127.0.0.1:8000", ready_file=None).conductor == READY.conductor
-    with pytest.raises(ClusterNotFound, match="give --conductor ADDRESS"):
-        locate(conductor="", url="http://127.0.0.1:8001", ready_file=None)
-    with pytest.raises(ConfigError, match="--url"):
-        locate(conductor="", url="http://127.0.0.1:notaport", ready_file=None)
-    assert locate(conductor="head:7000", url="", ready_file=None).urls == ()
 
-
-def test_a_chat_goes_to_the_default_port_or_to_the_newest_cluster_that_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert chat_url("") == "http://127.0.0.1:8000"
-    for age_s, port in enumerate((3, 4, 5)):
+    def write(port: int, *, age_s: float = 0, pid: int | None = None, url: str | None = None) -> None:
         run_dir = tmp_path / f"moonpool-{os.getuid()}" / str(port)
         run_dir.mkdir(parents=True)
-        is_dead = port == 5
-        pid = 2**22 + 1 if is_dead else os.getpid()  # above the largest a kernel gives
-        replace(READY, url=f"http://127.0.0.1:{port}", supervisor_pid=pid).write(run_dir / "serve.json")
-        os.utime(run_dir / "serve.json", (1e9 + age_s, 1e9 + age_s))
-    assert chat_url("") == "http://127.0.0.1:4"
-    usual = tmp_path / f"moonpool-{os.getuid()}" / "8000"
-    usual.mkdir()
-    replace(READY, url="http://10.0.0.1:8000", supervisor_pid=os.getpid()).write(usual / "serve.json")
-    os.utime(usual / "serve.json", (1e9, 1e9))
-    assert chat_url("") == "http://10.0.0.1:8000"
-    assert chat_url("head:80/v1/") == "http://head:80"
-    assert chat_url("https://head/x/") == "https://head/x"
+        url = f"http://127.0.0.1:{port}" if url is None else url
+        own = replace(READY, url=url, supervisor_pid=pid or os.getpid(), conductor=f"unix:/{port}")
+        own.write(run_dir / "serve.json")
+        os.utime(run_dir / "serve.json", (1e9 - age_s, 1e9 - age_s))
+
+    return write
+
+
+_DEAD = 2**22 + 1  # above the largest process id that a kernel gives
+
+
+def test_without_arguments_it_is_this_users_cluster_at_the_default_port_or_the_newest(
+    run_dirs: Callable[..., None],
+) -> None:
+    with pytest.raises(ClusterNotFound, match="give --url URL"):
+        locate(environ={})
+    run_dirs(8002, age_s=0, pid=_DEAD)
+    run_dirs(8003, age_s=1)
+    run_dirs(8004, age_s=2)
+    assert locate(environ={}).conductor == "unix:/8003"
+    run_dirs(8000, age_s=3)
+    found = locate(environ={})
+    assert (found.conductor, found.urls) == ("unix:/8000", ("http://127.0.0.1:8000",))
+    assert found.ready is not None
+
+
+def test_a_url_is_an_api_servers_even_if_it_names_a_cluster_of_this_machine(run_dirs: Callable[..., None]) -> None:
+    run_dirs(8000)
+    found = locate(url="http://127.0.0.1:8000/v1/", environ={"MOONPOOL_CONDUCTOR": "head:7000"})
+    assert (found.gateway, found.urls, found.ready) == ("http://127.0.0.1:8000", ("http://127.0.0.1:8000",), None)
+    assert found.conductor == "http://127.0.0.1:8000/admin/conductor"
+    node = conductor_pb2.Node(node_id="pool 1", target="10.0.0.1:7000")
+    assert found.target_of(node) == "http://127.0.0.1:8000/admin/nodes/pool%201"
+    with pytest.raises(ConfigError, match="--url"):
+        locate(url="http://127.0.0.1:notaport")
+
+
+def test_arguments_come_before_the_environment_and_conductors_before_the_url(
+    tmp_path: Path, run_dirs: Callable[..., None]
+) -> None:
+    run_dirs(8000)
+    both = {"MOONPOOL_CONDUCTOR": "a:7000, b:7000", "MOONPOOL_URL": "head:8000"}
+    found = locate(environ=both)
+    assert (found.conductor, found.others, found.gateway) == ("a:7000", ("b:7000",), "")
+    assert locate(conductor=["c:1", "d:2"], environ=both).others == ("d:2",)
+    assert locate(environ={"MOONPOOL_URL": "head:8000"}).gateway == "http://head:8000"
+    READY.write(tmp_path / "ready.json")
+    found = locate(ready_file=tmp_path / "ready.json", environ=both)
+    assert (found.conductor, found.target_of(conductor_pb2.Node(target="x:1"))) == (READY.conductor, "x:1")
+    with pytest.raises(ConfigError, match="--url and --conductor name one cluster each"):
+        locate(url="head:8000", conductor="head:7000")
+
+
+def test_the_url_of_commands_is_no_unknown_setting() -> None:
+    loaded = load(
+        ServeConfig, flags={}, environ={"MOONPOOL_URL": "http://head:8000"}, config_file=None, known=all_settings()
+    )
+    assert loaded.http.port == 8000
+
+
+def test_a_chat_goes_to_the_default_port_or_to_the_newest_cluster_that_lives(run_dirs: Callable[..., None]) -> None:
+    assert api_url("", {}) == "http://127.0.0.1:8000"
+    run_dirs(3, age_s=3)
+    run_dirs(4, age_s=2)
+    run_dirs(5, age_s=1, pid=_DEAD)
+    run_dirs(6, url="")  # workers that joined another cluster
+    assert api_url("", {}) == "http://127.0.0.1:4"
+    run_dirs(8000, age_s=9, url="http://10.0.0.1:8000")
+    assert api_url("", {}) == "http://10.0.0.1:8000"
+    assert api_url("", {"MOONPOOL_URL": "https://api:1/v1"}) == "https://api:1"
+    assert api_url("head:80/v1/", {"MOONPOOL_URL": "https://api:1"}) == "http://head:80"
+    assert api_url("https://head/x/", {}) == "https://head/x"
     for wrong in ("ftp://x", "http://", "http://x:0", "http://x:nine"):
         with pytest.raises(ConfigError, match="--url"):
-            chat_url(wrong)
+            api_url(wrong)
 
 
 def test_a_run_directory_is_its_users_alone(short_path: Path) -> None:

@@ -33,7 +33,7 @@ def as_user(temporary: Path) -> AsUser:
     # The interpreter and its packages may lie where only root can read: modules are imported before the change of user.
     preamble = (
         "import glob, os, pathlib, sys; from moonpool.supervision.run_dir import *; from moonpool.runtime.processes "
-        "import child_plan; from moonpool.cluster_view.locate import chat_url, locate\n"
+        "import child_plan; from moonpool.cluster_view.locate import api_url, locate\n"
         "import encodings.idna; os.setgroups([]); os.setgid(uid := int(sys.argv[1])); os.setuid(uid)\n"
     )
 
@@ -77,7 +77,7 @@ def test_what_another_user_prepared_is_refused_by_name(trap: str, said: str, as_
     assert shown.startswith("moonpool.errors.RunDirInUse: the run directory")
     assert said in shown
     assert "another" in shown
-    for look in ("chat_url('')", "locate(conductor='', url='http://127.0.0.1:8000', ready_file=None)"):
+    for look in ("api_url('')", "locate()"):
         assert said in as_user(VICTIM, look)
 
 

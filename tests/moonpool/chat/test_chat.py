@@ -253,6 +253,13 @@ def test_of_the_keys_in_the_variable_the_first_is_sent(chat: Chat, server: ChatS
     assert chat("x\n", "--api-key", "with,comma").returncode == 0
 
 
+def test_the_key_in_a_file_is_sent_in_place_of_the_variables(chat: Chat, server: ChatServer, tmp_path: Path) -> None:
+    server.key = "secret"
+    (tmp_path / "key").write_text("secret\n")
+    assert chat("x\n", "--api-key-file", str(tmp_path / "key"), MOONPOOL_API_KEY="other").returncode == 0
+    assert chat("x\n", MOONPOOL_API_KEY="other").returncode == 1
+
+
 def test_a_server_that_is_not_there_is_told_with_what_to_do(chat: Chat, server: ChatServer) -> None:
     ended = chat("x\n", "--url", "http://127.0.0.1:1")
     assert ended.returncode == 1

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from kvpool import PoolNodeConfig, node_metrics
 from kvpool.node import PoolNode
+from moonpool.cluster_view.locate import Located
 from moonpool.cluster_view.pool_client import ask_pool_status
 from moonpool.cluster_view.pool_rendering import status_table
 from moonpool.cluster_view.pool_status import node_status, pool_status, unreachable_node
@@ -125,4 +126,4 @@ def test_evictions_are_told_by_tier_and_reason_with_their_median_age(
 
 def test_a_cluster_that_does_not_answer_is_said_to_be_away() -> None:
     with pytest.raises(ClusterNotFound, match="conductor does not answer"):
-        asyncio.run(ask_pool_status("127.0.0.1:1"))
+        asyncio.run(ask_pool_status(Located("127.0.0.1:1", (), None)))

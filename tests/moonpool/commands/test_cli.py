@@ -8,6 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from moonpool.cli import app
+from moonpool.commands.lazy import every_command
+from moonpool.commands.serve_flags import SHOWN, SUBSTITUTES
+from moonpool.config import ServeConfig, composite_settings
+from rpc.versions import package_version
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -45,11 +52,97 @@ def test_help_names_every_command_and_an_example(run: Run) -> None:
         assert [name for name in commands.split() if f" {name} " not in shown.stdout] == []
 
 
-def test_serves_help_shows_every_flag_with_its_default(run: Run) -> None:
-    shown = run("serve", "--help").stdout
+def test_serves_help_shows_the_usual_flags_with_their_defaults_and_help_all_every_flag(run: Run) -> None:
+    shown, everything = run("serve", "--help").stdout, run("serve", "--help-all").stdout
     assert "--prefill-nodes" in shown
     assert "Port to listen on; 0 selects a free one [8000]" in shown
     assert "moonpool serve ./my-llama" in shown
+    flags = {declared.flag for key, declared in composite_settings(ServeConfig).items() if key != "model"}
+    usual = {flag for flag in flags if f"{flag} " in shown or f"{flag}," in shown}
+    assert 20 <= len(usual) <= 25
+    assert [flag for flag in flags if flag not in everything] == []
+    assert "--undivided" not in everything  # an earlier name
+
+
+def test_every_flag_of_the_short_help_is_one_of_serve() -> None:
+    assert set(SHOWN) - composite_settings(ServeConfig).keys() == {"config"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--tensor-parallel-size=2", "--vllm-args '--tensor-parallel-size"),
+        ("--gpu_memory_utilization=0.9", "--memory-fraction"),
+        ("--enable-prefix-caching", "omit it, since prefixes are always reused"),
+    ],
+)
+def test_a_flag_of_vllm_without_an_equal_names_the_substitute(run: Run, flag: str, said: str) -> None:
+    done = run("serve", flag)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "is a flag of vLLM" in done.stderr
+
+
+def test_flags_of_vllm_with_an_equal_set_the_same() -> None:
+    params = {opt: param.name for param in every_command(app)["serve"].params for opt in param.opts}
+    for theirs, ours in {
+        "--max-num-seqs": "max_batch",
+        "--max-num-batched-tokens": "prefill_chunk_tokens",
+        "--max-model-len": "max_model_len",
+        "--block-size": "block_tokens",
+        "--served-model-name": "served_model_name",
+        "--ssl-certfile": "http_tls_cert",
+        "--ssl-keyfile": "http_tls_key",
+        "--api-key": "api_key",
+        "--host": "host",
+        "--port": "port",
+        "--dtype": "dtype",
+    }.items():
+        assert params[theirs] == ours
+    assert [flag for flag in SUBSTITUTES if flag in params] == []
+
+
+@pytest.mark.parametrize("command", ["trace replay", "replay", "simulate overload", "simulate tune"])
+def test_objectives_have_one_spelling_and_the_earlier_one_is_accepted_but_hidden(command: str) -> None:
+    shown = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"}).output
+    assert "--ttft-slo" in shown
+    assert "--tbt-slo" in shown
+    earlier = ("--slo-ttft", "--slo-tbt") if "replay" in command else ("--ttft", "--tbt")
+    assert [flag for flag in earlier if f"{flag} " in shown or f",{flag}" in shown] == []
+    flags = {flag for param in every_command(app)[command].params for flag in param.opts}
+    assert set(earlier) <= flags
+
+
+def test_the_version_is_the_packages(run: Run) -> None:
+    assert run("--version").stdout == f"moonpool {package_version()}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("moonpool sta", ["status"]),
+        ("moonpool node dr", ["drain"]),
+        ("moonpool serve --prefill-n", ["--prefill-nodes"]),
+        ("moonpool pool ver", ["verify"]),  # imported only when it is used
+        ("moonpool slo set --expect", ["--expect-version"]),
+    ],
+)
+def test_the_shell_completes_commands_and_flags(run: Run, line: str, words: list[str]) -> None:
+    script = "import sys; sys.argv = ['moonpool']; from moonpool.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={
+            **os.environ,
+            "_MOONPOOL_COMPLETE": "complete_bash",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(line.split()) - 1),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.split() == words, done.stderr
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -134,7 +227,7 @@ def test_a_command_without_a_cluster_says_so(run: Run, tmp_path: Path) -> None:
     for command in ("status", "validate"):
         ended = run(command, XDG_RUNTIME_DIR=str(tmp_path))
         assert ended.returncode == 1
-        assert "no cluster of this user and machine is known for http://127.0.0.1:8000" in ended.stderr
+        assert "no cluster of this user runs on this machine" in ended.stderr
 
 
 def test_an_orphan_does_not_start() -> None:

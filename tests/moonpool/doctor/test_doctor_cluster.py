@@ -197,6 +197,13 @@ def test_what_does_not_answer_is_told_in_its_own_words(fields: dict[str, Any], c
     assert findings[check].level in (WARN, FAIL)
 
 
+def test_what_an_api_server_saw_is_said_to_be_seen_from_there_and_kv_ports_are_not_judged() -> None:
+    far = replace(well(), kv_ports=None, viewpoint="the API server")
+    findings = {finding.check: finding for finding in judge_cluster(far)}
+    assert (findings["KV ports"].level, "--conductor" in findings["KV ports"].advice) == (NOTE, True)
+    assert findings["control ports"].found == "5 nodes answer from the API server"
+
+
 def test_nodes_of_which_only_some_encrypt_are_a_mistake() -> None:
     seen = well()
     bare = PeerProbe("h:2", ConnectResult.OPEN, greeting=Greeting(PeerProtocol.MESSENGER, "messenger", encrypted=False))
