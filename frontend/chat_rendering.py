@@ -22,13 +22,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from frontend.api.request_models import ChatMessage, Tool, ToolCall
 from frontend.errors import InvalidRequest, ModelFilesError
-from frontend.tools import CLOSE, OPEN
+from frontend.tool_formats import HERMES
 
 
 class ChatTemplate:
     """Compiled chat template, run in a sandbox, because it comes with the weights and is untrusted.
 
-    `takes_tools` is True if the template uses the variable `tools`.
+    `source` is its text; `takes_tools` is True if it uses the variable `tools`; `reasoning_key` is the key under which
+    it reads a message's reasoning.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], origin: str) -> None:
@@ -41,6 +42,8 @@ class ChatTemplate:
             self.takes_tools = "tools" in find_undeclared_variables(environment.parse(source))
         except (jinja2.TemplateError, SyntaxError, RecursionError, ValueError) as error:  # of Python's compiler, too
             raise ModelFilesError(f"chat template of {origin} does not compile: {error}") from error
+        self.source = source
+        self.reasoning_key = "thinking" if "message.thinking" in source else "reasoning_content"
         self._variables = dict(variables)
 
     @classmethod
@@ -96,6 +99,7 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+_OPEN, _CLOSE = HERMES.sections.opener, HERMES.sections.closer
 _INTRODUCTION = """\
 You may call one or more functions to assist with the user query.
 
@@ -110,15 +114,15 @@ For each function call, return a json object with function name and arguments wi
 {close}"""
 
 
-def native_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def native_messages(messages: Sequence[ChatMessage], reasoning_key: str) -> list[dict[str, Any]]:
     """Return messages for a template that supports tools; calls are objects, as in transformers.
 
     Raises InvalidRequest.
     """
-    return [_native(index, message) for index, message in enumerate(messages)]
+    return [_native(index, message, reasoning_key) for index, message in enumerate(messages)]
 
 
-def plain_messages(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[ChatMessage], tools: Sequence[Tool], reasoning_key: str) -> list[dict[str, Any]]:
     """Return messages for a template without tool support: tools in the system text, calls and results as text."""
     chat: list[dict[str, Any]] = []
     for is_result, run in groupby(messages, lambda message: message.role == "tool"):
@@ -126,11 +130,14 @@ def plain_messages(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> li
             results = "\n".join(f"<tool_response>\n{message.text}\n</tool_response>" for message in run)
             chat.append({"role": "user", "content": results})
         else:
-            chat += [{"role": _role(message), "content": _with_calls(message)} for message in run]
+            chat += [
+                {"role": _role(message), "content": _with_calls(message), **_reasoning(message, reasoning_key)}
+                for message in run
+            ]
     if not tools:
         return chat
     introduction = _INTRODUCTION.format(
-        tools="\n".join(json.dumps(as_plain(tool), ensure_ascii=False) for tool in tools), open=OPEN, close=CLOSE
+        tools="\n".join(json.dumps(as_plain(tool), ensure_ascii=False) for tool in tools), open=_OPEN, close=_CLOSE
     )
     if chat and chat[0]["role"] == "system":
         return [{"role": "system", "content": f"{chat[0]['content']}\n\n{introduction}"}, *chat[1:]]
@@ -142,8 +149,8 @@ def as_plain(tool: Tool) -> dict[str, Any]:
     return tool.model_dump(exclude_none=True, exclude={"cache_control"})
 
 
-def _native(index: int, message: ChatMessage) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": _role(message), "content": message.text}
+def _native(index: int, message: ChatMessage, reasoning_key: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": _role(message), "content": message.text, **_reasoning(message, reasoning_key)}
     if message.tool_calls:
         found["tool_calls"] = [
             {
@@ -166,14 +173,22 @@ def _role(message: ChatMessage) -> str:
     return "system" if message.role == "developer" else message.role
 
 
+def _reasoning(message: ChatMessage, key: str) -> dict[str, str]:
+    # Templates that render reasoning test whether it is defined. That of gpt-oss rejects it beside content and calls.
+    if message.reasoning_content is None or (key == "thinking" and message.text and message.tool_calls):
+        return {}
+    return {key: message.reasoning_content}
+
+
 def _with_calls(message: ChatMessage) -> str:
     """Return the message with its calls in the format of answers.
 
     Arguments stay unchanged, so that the history equals what was generated.
     """
+    functions = [call.function for call in message.tool_calls or ()]
     calls = [
-        f'{OPEN}\n{{"name": {json.dumps(call.function.name)}, "arguments": {call.function.arguments or "{}"}}}\n{CLOSE}'
-        for call in message.tool_calls or ()
+        f'{_OPEN}\n{{"name": {json.dumps(called.name)}, "arguments": {called.arguments or "{}"}}}\n{_CLOSE}'
+        for called in functions
     ]
     # No separator: the text before a call ends where the call begins.
     return message.text + "\n".join(calls)

@@ -20,6 +20,8 @@ class ServedModelConfig:
     name: str  # as in metrics and in the nodes' configuration
     aliases: tuple[str, ...] = ()  # further names that requests may use
     own_window: int | None = None  # of endless requests that do not name theirs; None: that of `HttpSettings`
+    own_reasoning_parser: str | None = None  # None: that of `HttpSettings`, as in the next field
+    own_tool_call_parser: str | None = None
 
     def __post_init__(self) -> None:
         if not all(self.names):

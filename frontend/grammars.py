@@ -1,15 +1,17 @@
 """Grammars of structured output, from the request fields of OpenAI and vLLM."""
 
 import json
+import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, cast
 
+from frontend.answer_format import PLAIN_ANSWERS, AnswerFormat
 from frontend.api.request_models import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
 from frontend.errors import InvalidRequest, Overloaded
-from frontend.request import Grammar
-from frontend.tools import tools_grammar, tools_of
+from frontend.request import Grammar, ReasoningOptions
+from frontend.tools import tools_of
 from moonpool_proto.v1 import common_pb2
 from worker.errors import GrammarBusy, GrammarError, GrammarTooCostly
 from worker.grammar_frames import source_nbytes
@@ -19,6 +21,7 @@ JSON_SCHEMA: Final = common_pb2.Grammar.KIND_JSON_SCHEMA
 LARK: Final = common_pb2.Grammar.KIND_LARK
 REGEX: Final = common_pb2.Grammar.KIND_REGEX
 _MAX_VERDICTS: Final = 1024
+_ESCAPES: Final = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,13 @@ def wants_grammar(body: GenerationBody) -> bool:
     return has_tools or any(field is not None for field in fields)
 
 
-def requested_grammar(body: GenerationBody) -> UncheckedGrammar | None:
+def requested_grammar(
+    body: GenerationBody, form: AnswerFormat = PLAIN_ANSWERS, reasoning: ReasoningOptions | None = None
+) -> UncheckedGrammar | None:
     """Return the grammar of an answer, which includes a chat's tool calls; None if there is none.
 
-    Raises InvalidRequest for unsupported combinations and too large grammars.
+    `reasoning` may precede what the grammar is for. Raises InvalidRequest for unsupported combinations and too large
+    grammars.
     """
     tools = tools_of(body) if isinstance(body, ChatBody) else None
     answer = grammar_of(body)
@@ -111,7 +117,11 @@ def requested_grammar(body: GenerationBody) -> UncheckedGrammar | None:
         if answer is None:
             return None
         grammar, param = answer
-        return _sized(UncheckedGrammar(GrammarSource(grammar.kind, grammar.source), (param,), (param,)))
+        if reasoning is None:
+            return _sized(UncheckedGrammar(GrammarSource(grammar.kind, grammar.source), (param,), (param,)))
+        lark = _assembled(_content_rules(grammar), form, reasoning, has_calls=False)
+        source = GrammarSource(LARK, lark, (grammar.source,), grammar.kind)
+        return _sized(UncheckedGrammar(source, (param, param), (param, param)))
     if answer is not None and (tools.must_call or answer[0].kind != JSON_SCHEMA):
         param = answer[1]
         raise InvalidRequest(
@@ -122,16 +132,47 @@ def requested_grammar(body: GenerationBody) -> UncheckedGrammar | None:
     parts = [json.dumps(tool.parameters) for tool in tools.specs]
     names = [f"tools: function.parameters of {tool.name!r} (tool {index})" for index, tool in enumerate(tools.specs)]
     fields = ["tools"] * len(names)
+    rules: list[str] = []
     if answer is not None:
         parts, names, fields = [*parts, answer[0].source], [*names, answer[1]], [*fields, answer[1]]
-    lark = tools_grammar(
+        rules = [f"answer: {_json_rule(answer[0].source)}"]
+    rules += form.tools.grammar(
         tools.specs,
         must_call=tools.must_call,
         parallel=tools.parallel,
-        text_schema=None if answer is None else json.loads(answer[0].source),
+        markers=form.markers,
+        text="answer" if rules else "",
     )
+    lark = _assembled(rules, form, reasoning, has_calls=True)
     source = GrammarSource(LARK, lark, tuple(parts), JSON_SCHEMA)
     return _sized(UncheckedGrammar(source, ("tools", *names), ("tools", *fields)))
+
+
+def _assembled(rules: Sequence[str], form: AnswerFormat, reasoning: ReasoningOptions | None, *, has_calls: bool) -> str:
+    """Return a Lark grammar of answers whose content matches the rule `content` of `rules`, after any reasoning."""
+    begin: Sequence[str] = ["start: content"]
+    if reasoning is not None:
+        begin = reasoning.form.grammar(reasoning.start, form.markers, has_calls=has_calls)
+    return "\n".join(["%llguidance {}", *begin, *rules, r"TEXT: /(.|\n)*/"])
+
+
+def _content_rules(grammar: Grammar) -> list[str]:
+    """Return Lark rules for `content` that match what `grammar` matches."""
+    if grammar.kind == JSON_SCHEMA:
+        return [f"content: {_json_rule(grammar.source)}"]
+    if grammar.kind == REGEX:
+        return [f"content: /{_within_slashes(grammar.source)}/"]
+    return [f"content: %lark {{\n{grammar.source}\n}}"]
+
+
+def _json_rule(schema: str) -> str:
+    # Without white space between the parts, as for a schema alone.
+    return f"%json {json.dumps({**json.loads(schema), 'x-guidance': {'whitespace_flexible': False}})}"
+
+
+def _within_slashes(regex: str) -> str:
+    """Return a regular expression as it is written between slashes."""
+    return re.sub(r"\\.|/|\n", lambda found: _ESCAPES.get(found[0], found[0]), regex, flags=re.DOTALL)
 
 
 def _sized(unchecked: UncheckedGrammar) -> UncheckedGrammar:

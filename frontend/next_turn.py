@@ -21,9 +21,9 @@ from frontend.api.request_base import MAX_PRIORITY
 from frontend.api.request_models import ChatBody, ChatMessage
 from frontend.errors import ApiError, InvalidRequest, ServiceUnavailable
 from frontend.generation import RequestSession
-from frontend.output import OutputChunk
 from frontend.request import GenerationRequest, RequestHints, SamplingParams, TextOptions
-from frontend.tools import reads_calls
+from frontend.tool_formats import ToolFormat
+from frontend.tools import reads_calls, tool_specs
 from kvpool import chain_keys
 from telemetry.tracing import OFF
 
@@ -55,23 +55,28 @@ def wants_next_turn(body: ChatBody) -> bool:
     return True
 
 
-def next_prefix(body: ChatBody, text: str, read: Callable[[Sequence[ChatMessage]], Sequence[int]]) -> NDArray[np.int32]:
+def next_prefix(
+    body: ChatBody, text: str, form: ToolFormat, read: Callable[[Sequence[ChatMessage]], Sequence[int]]
+) -> NDArray[np.int32]:
     """Return the token ids with which the prompt after the answer `text` begins, whatever its next message says.
 
-    After calls of tools, their results are expected, else a message of the user. `read` returns a chat's token ids.
+    After calls of tools, which have the format `form`, their results are expected, else a message of the user. `read`
+    returns a chat's token ids.
     """
-    one, other = (np.array(read([*body.messages, *_next_turn(body, text, content)]), np.int32) for content in _CONTENTS)
+    one, other = (
+        np.array(read([*body.messages, *_next_turn(body, text, form, content)]), np.int32) for content in _CONTENTS
+    )
     return one[: common_length(one, other)]
 
 
-def _next_turn(body: ChatBody, text: str, content: str) -> list[ChatMessage]:
+def _next_turn(body: ChatBody, text: str, form: ToolFormat, content: str) -> list[ChatMessage]:
     """Return the answer and the messages after it, whose content is `content`.
 
     Ids of calls are new each time: the client's are not known here, and a template may render them.
     """
     message: dict[str, Any] = {"content": text}
     if reads_calls(body):
-        message = ToolCallFormatter().message(OutputChunk((), text))
+        message = ToolCallFormatter(form, tool_specs(body)).message(text)
     calls = message.get("tool_calls", ())
     after = [{"role": "tool", "tool_call_id": call["id"], "content": content} for call in calls]
     values = [{"role": "assistant", **message}, *(after or [{"role": "user", "content": content}])]

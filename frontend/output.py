@@ -180,7 +180,10 @@ class Echo:
 @fast_dataclass  # one is created per token
 @dataclass(frozen=True, slots=True)
 class OutputChunk:
-    """New tokens, the text they complete and, in the last chunk, the finish reason."""
+    """New tokens, the text they complete and, in the last chunk, the finish reason.
+
+    With a parser of reasoning, `text` is the content only.
+    """
 
     token_ids: tuple[int, ...]
     text: str
@@ -188,6 +191,8 @@ class OutputChunk:
     stop_reason: int | str | None = None  # the client's stop string or stop token; None for the model's end token
     scores: tuple[ScoredToken, ...] = ()
     echo: Echo | None = None  # only in a choice's first chunk
+    reasoning: str = ""
+    num_reasoning_tokens: int = 0
 
     @classmethod
     def joined(cls, steps: Sequence["OutputChunk"]) -> "OutputChunk":
@@ -201,11 +206,16 @@ class OutputChunk:
             steps[-1].stop_reason,
             tuple(chain.from_iterable(step.scores for step in steps)),
             steps[0].echo,
+            "".join(step.reasoning for step in steps),
+            sum(step.num_reasoning_tokens for step in steps),
         )
 
 
 class Output:
-    """Detokeniser and stop string search of one choice. Do not feed tokens after a chunk with a finish reason."""
+    """Detokeniser, stop string search and reasoning parser of one choice.
+
+    Do not feed tokens after a chunk with a finish reason.
+    """
 
     def __init__(self, request: GenerationRequest, detokenizer: Detokenizer, token_bytes: TokenBytes) -> None:
         """`token_bytes` returns a token's bytes, also for tokens whose text is not shown."""
@@ -215,6 +225,7 @@ class Output:
         self._token_bytes = token_bytes
         self._stops = StopStrings(sampling.stop)
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        self._reasoning = request.text.reasoning.parser() if request.text.reasoning is not None else None
         self._prompt: tuple[list[str], list[int]] | None = None  # (shown text of each token, offset of each)
         self._num_tokens = 0
         self._num_chars = 0  # length of the text so far, including held-back text and the prompt if it is shown
@@ -248,10 +259,19 @@ class Output:
         num_top, offset = self._request.sampling.logprobs, self._num_chars
         scores = () if num_top is None else (score_token(token, num_top, self._token_bytes, offset),)
         text, stop = self._text(token, finish)
+        stop_reason: int | str | None = stop
         if stop is not None:
-            return OutputChunk((token.token_id,), text, "stop", stop, scores, echo)
-        is_own_stop = finish == "stop" and token.token_id in self._stop_token_ids
-        return OutputChunk((token.token_id,), text, finish, token.token_id if is_own_stop else None, scores, echo)
+            finish = "stop"
+        elif finish == "stop" and token.token_id in self._stop_token_ids:
+            stop_reason = token.token_id
+        if self._reasoning is None:
+            return OutputChunk((token.token_id,), text, finish, stop_reason, scores, echo)
+        was_reasoning = self._reasoning.in_reasoning
+        parsed = self._reasoning.feed(text, is_last=finish is not None)
+        num_reasoning = int(was_reasoning or self._reasoning.in_reasoning)
+        return OutputChunk(
+            (token.token_id,), parsed.content, finish, stop_reason, scores, echo, parsed.reasoning, num_reasoning
+        )
 
     def _text(self, token: worker_pb2.Token, finish: FinishReason | None) -> tuple[str, str | None]:
         """Return (text that can be sent, the stop string found or None)."""

@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from frontend.answer_format import answer_format
 from frontend.answer_memory import AnswerMemory
 from frontend.api.hints import hints_of, prefills_next_turn, priority_of
 from frontend.api.request_base import MAX_TOKEN_ID
@@ -28,13 +29,14 @@ from frontend.config import FrontendConfig, ServedModelConfig
 from frontend.endless import check_default_window, check_endless, rolling_window
 from frontend.errors import ContextLengthExceeded, Forbidden, InvalidRequest
 from frontend.event_loop import WorkThreads
-from frontend.grammars import GrammarChecker, requested_grammar, wants_grammar
+from frontend.grammars import GrammarChecker, UncheckedGrammar, requested_grammar, wants_grammar
 from frontend.input_limits import InputLimits
 from frontend.next_turn import LEAST_NEW_TOKENS, common_length, next_prefix, prefix_request, wants_next_turn
 from frontend.prompts import ChatPrompt, ChatTruncator, PromptReader
-from frontend.request import GenerationRequest, Grammar, SamplingParams, TextOptions
+from frontend.request import GenerationRequest, Grammar, ReasoningOptions, SamplingParams, TextOptions
 from frontend.sessions import NO_SESSION, SessionIds, session_number
 from frontend.tokenizer import Tokenizer
+from frontend.tools import reads_calls
 from kvpool import chain_keys, chain_seed
 from moonpool_proto.v1 import worker_pb2
 from telemetry import RequestMetrics
@@ -291,6 +293,12 @@ class Preparer:
         self._metrics = metrics
         self._threads = threads
         self._grammars = grammars
+        self.form = answer_format(
+            tokenizer,
+            model.own_reasoning_parser or config.http.reasoning_parser,
+            model.own_tool_call_parser or config.http.tool_call_parser,
+            model=model.name,
+        )
         self.limits = InputLimits(
             tokenizer, lambda: self.max_model_len, config.max_body_nbytes, config.http.endless_limit_tokens
         )
@@ -368,6 +376,7 @@ class Preparer:
             default = MAX_TOKEN_ID if body.endless else self._config.chat_default_tokens
             max_tokens = self._max_tokens(len(ids), requested, default, limit, param="messages")
             requests = self._requests(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
+            text = self._parsed(requests[0].text, body, prompt.ending)
             return [
                 replace(
                     request,
@@ -377,6 +386,7 @@ class Preparer:
                     head_tokens=prompt.head_tokens,
                     dropped_messages=num_dropped,
                     prefills_next_turn=next_turn,
+                    text=text,
                 )
                 for request in requests
             ]
@@ -402,7 +412,7 @@ class Preparer:
             def read(messages: Sequence[ChatMessage]) -> list[int]:
                 return self._reader.chat(messages, body, add_special_tokens=special, scope=scope, check=check).token_ids
 
-            ids = next_prefix(body, text, read)
+            ids = next_prefix(body, text, self.form.tools, read)
             # The KV of the answer's last token was never computed.
             stored = common_length(ids, np.concatenate([answered.prompt_ids, np.array(answer_ids[:-1], np.int32)]))
             block, limit = answered.block_tokens, self.max_model_len
@@ -443,8 +453,16 @@ class Preparer:
         """Return the body's grammar, checked; None if it has none. Raises InvalidRequest and Overloaded."""
         if not wants_grammar(body):
             return None
+
+        def read() -> UncheckedGrammar | None:
+            reasoning = None
+            if isinstance(body, ChatBody) and self.form.reasoning is not None:
+                # What may precede the content depends on the prompt, which is not tokenised for an invalid grammar.
+                reasoning = self._reasoning(body, self._reader.chat_ending(body.messages, body))
+            return requested_grammar(body, self.form, reasoning)
+
         tenant, nbytes = arrival.caller.tenant, arrival.body_nbytes
-        unchecked = await self._threads.run(lambda: requested_grammar(body), tenant=tenant, nbytes=nbytes)
+        unchecked = await self._threads.run(read, tenant=tenant, nbytes=nbytes)
         return None if unchecked is None else await self._grammars.check(unchecked, arrival.caller.tenant)
 
     def _rolling_window(self, body: GenerationBody) -> worker_pb2.RollingWindow | None:
@@ -470,6 +488,17 @@ class Preparer:
         return self._fitter.truncate(
             body.messages, body, limit=limit, wanted=wanted, add_special_tokens=special, scope=scope, check=check
         )
+
+    def _reasoning(self, body: ChatBody, ending: str) -> ReasoningOptions | None:
+        """Return how a prompt with this ending leaves its answer's reasoning; None if the answer has none."""
+        continued = body.messages[-1].text if body.continue_final_message else None
+        return self.form.start_of(ending, continued)
+
+    def _parsed(self, text: TextOptions, body: ChatBody, ending: str) -> TextOptions:
+        """Return the text's options with those of the parsers of a chat's answer."""
+        reasoning = self._reasoning(body, ending)
+        shown_ids = self.form.shown_ids(reasoning=reasoning is not None, calls=reads_calls(body))
+        return replace(text, reasoning=reasoning, shown_ids=shown_ids)
 
     def _requests(
         self,

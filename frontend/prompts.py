@@ -30,6 +30,7 @@ from frontend.errors import ContextLengthExceeded, InvalidRequest
 from frontend.tokenizer import Tokenizer
 
 Render = Callable[[Sequence[Message]], str]
+_ENDING_CHARS: Final = 64  # more than a template writes after the opening of a message
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class ChatPrompt:
     num_recalled: int = 0  # answers in its history that use the generated ids
     num_forgotten: int = 0  # answers in its history that were tokenised again from their text
     head_tokens: int = 0  # before the first message that is not the system's, if the model may have windows
+    ending: str = ""  # end of its text, from which the answer goes on
 
 
 class PromptReader:
@@ -79,6 +81,11 @@ class PromptReader:
         check(text)
         return self._ids(text, add_special_tokens=add_special_tokens)
 
+    def chat_ending(self, messages: Sequence[ChatMessage], rendering: ChatRendering) -> str:
+        """Return the end of a chat's text, from which the answer goes on."""
+        chat, render = self._chat(messages, rendering)
+        return render(chat)[-_ENDING_CHARS:]
+
     def chat(
         self,
         messages: Sequence[ChatMessage],
@@ -102,7 +109,8 @@ class PromptReader:
         if not splices:
             ids = self._ids(text, add_special_tokens=add_special_tokens)
             head_tokens = self._tokenizer.num_within(ids, head)
-            return ChatPrompt(ids, _previous_tokens(messages, rendering, len(text), len(ids)), head_tokens=head_tokens)
+            previous_tokens = _previous_tokens(messages, rendering, len(text), len(ids))
+            return ChatPrompt(ids, previous_tokens, head_tokens=head_tokens, ending=text[-_ENDING_CHARS:])
         spans = self._spans(text, chat, render)
         trail = ChatDigest(self._secret, (self._model_name, self._tokenizer.identity, *scope))
         requested, at = [], 0
@@ -116,7 +124,8 @@ class PromptReader:
             raise _empty()
         previous_tokens = _previous_tokens(messages, rendering, len(text), len(ids))
         head_tokens = self._tokenizer.num_within(ids, head)
-        return ChatPrompt(ids, previous_tokens, place, num_recalled, len(spans) - num_recalled, head_tokens)
+        num_forgotten, ending = len(spans) - num_recalled, text[-_ENDING_CHARS:]
+        return ChatPrompt(ids, previous_tokens, place, num_recalled, num_forgotten, head_tokens, ending)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise InvalidRequest for an id outside the vocabulary."""
@@ -134,10 +143,10 @@ class PromptReader:
             )
         tools, variables = rendering.tools or [], dict(rendering.chat_template_kwargs or {})
         if template.takes_tools:
-            chat = native_messages(messages)
+            chat = native_messages(messages, template.reasoning_key)
             variables["tools"] = [as_plain(tool) for tool in tools] or None
         else:
-            chat = plain_messages(messages, tools)
+            chat = plain_messages(messages, tools, template.reasoning_key)
         if rendering.continue_final_message:
             return chat, partial(_unfinished, template, variables, bool(rendering.add_generation_prompt))
         opens = rendering.add_generation_prompt is not False

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from frontend.reasoning import ReasoningFormat, ReasoningParser, ReasoningStart
 from frontend.token_intervals import TokenIntervals
 from kvpool import chain_keys
 from moonpool_proto.v1 import common_pb2, conductor_pb2, worker_pb2
@@ -159,6 +160,18 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class ReasoningOptions:
+    """Format of an answer's reasoning, and the state in which the prompt leaves it."""
+
+    form: ReasoningFormat
+    start: ReasoningStart
+
+    def parser(self) -> ReasoningParser:
+        """Return a fresh parser of the answer."""
+        return self.form.parser(self.start)
+
+
+@dataclass(frozen=True)
 class TextOptions:
     """Options of the answer's text."""
 
@@ -166,6 +179,8 @@ class TextOptions:
     hides_answer: bool = False  # only the prompt is shown, and no token is counted
     skip_special_tokens: bool = True
     include_stop: bool = False  # the text includes the stop string or stop token
+    shown_ids: frozenset[int] = frozenset()  # special tokens that parsers need to see in the text
+    reasoning: ReasoningOptions | None = None  # None: the answer is not parsed for reasoning
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,10 @@ class ServedModel:
         """Return fresh detokenisation state for one request."""
         # With an echo the prompt's tokens are fed as well, so no text precedes them.
         context = [] if request.text.echo else request.prompt_ids[-CONTEXT_TOKENS:].tolist()
-        detokenizer = self.tokenizer.detokenizer(context, skip_special_tokens=request.text.skip_special_tokens)
+        options = request.text
+        detokenizer = self.tokenizer.detokenizer(
+            context, skip_special_tokens=options.skip_special_tokens, shown_ids=options.shown_ids
+        )
         return Output(request, detokenizer, self.tokenizer.token_bytes)
 
     def remember(self, request: GenerationRequest, token_ids: Sequence[int], text: str) -> int:
@@ -89,6 +92,8 @@ class ServedModel:
         detokenizer = self.tokenizer.detokenizer(request.prompt_ids[-CONTEXT_TOKENS:].tolist())
         most = len(token_ids) if request.rolling is None else request.rolling.window
         answer = answer_tokens(token_ids[:most], text, detokenizer)
+        if not len(answer.token_ids):  # as after reasoning, which the history does not contain
+            return 0
         self._answers.remember(request.place, text, answer)
         self.metrics.answer_memory_bytes.set(self._answers.nbytes)
         return len(answer.token_ids)

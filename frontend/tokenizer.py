@@ -8,7 +8,7 @@ character (the method of Hugging Face's text-generation-inference and vLLM).
 import codecs
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -252,17 +252,27 @@ class Tokenizer:
                 return count
         return len(token_ids)
 
+    def added_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """Return the ids of those texts that are tokens added to the vocabulary, special or not."""
+        ids = ((text, self._fast.token_to_id(text)) for text in texts)
+        return {text: token_id for text, token_id in ids if token_id in self._added_ids}
+
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Return the ids' vocabulary entries."""
         return [self._fast.id_to_token(token_id) or "" for token_id in token_ids]
 
-    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a fresh detokeniser for text that follows `prompt_ids`."""
-        skipped = self._special_ids if skip_special_tokens else frozenset[int]()
+    def detokenizer(
+        self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True, shown_ids: Collection[int] = ()
+    ) -> Detokenizer:
+        """Return a fresh detokeniser for text that follows `prompt_ids`; of special tokens, it shows `shown_ids`."""
+        skipped = self._special_ids.difference(shown_ids) if skip_special_tokens else frozenset[int]()
         if self._is_byte_level:
             return ByteLevelDetokenizer(self.token_bytes, skipped)
         return WindowDetokenizer(
-            lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), skipped, prompt_ids
+            # Skipped ids are never decoded.
+            lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens and not shown_ids),
+            skipped,
+            prompt_ids,
         )
 
     def _bytes_of(self, token_id: int) -> bytes:

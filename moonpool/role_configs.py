@@ -120,7 +120,8 @@ def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
 
     return FrontendConfig(
         models=tuple(
-            ServedModelConfig(entry.path, entry.name, entry.aliases, entry.endless_window) for entry in config.served
+            ServedModelConfig(entry.path, entry.name, entry.aliases, entry.endless_window, *entry.parsers)
+            for entry in config.served
         ),
         conductor_targets=config.conductor.conductor,
         http=config.http,

@@ -97,6 +97,17 @@ class HttpSettings(SettingsGroup):
             unit="s",
         ),
     ] = 1.0
+    reasoning_parser: Annotated[
+        Literal["auto", "off", "deepseek_r1", "qwen3", "openai_gptoss"],
+        Key(
+            "Parser that separates a chat answer's reasoning from its content; auto: by the chat template, off: the "
+            "content includes the reasoning"
+        ),
+    ] = "auto"
+    tool_call_parser: Annotated[
+        Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "openai"],
+        Key("Format of tool calls in chat answers; auto: by the chat template"),
+    ] = "auto"
     answer_memory_bytes: Annotated[
         int,
         Key(

@@ -4,18 +4,19 @@ They include log-probabilities, tool calls, time breakdowns and Moonpool's exten
 """
 
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+from frontend.answer_format import AnswerFormat
 from frontend.api.request_models import ChatBody, CompletionBody, GenerationBody
 from frontend.api.stream import encode, event
 from frontend.generation import Generation
 from frontend.output import Candidate, OutputChunk, ScoredToken
 from frontend.request import HandoffBreakdown, RequestStats, TtftBreakdown
-from frontend.tools import CallDelta, ToolReader, reads_calls
+from frontend.tool_formats import CallDelta, ToolFormat, ToolSpec
+from frontend.tools import reads_calls, tool_specs
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class ResponseOptions:
     """Optional parts of a response that a client requested.
 
     `num_top` is the number of top tokens per token, `prompt_top` the same for the prompt; None: no log-probabilities.
-    With `reads_calls` tool calls are parsed from the text; with `timing` the time breakdown is included.
+    `calls` is the format of the calls of `tools` that are parsed from the text; None: it is not parsed. With
+    `parses_reasoning`, a chat's reasoning is apart from its content and counted, and with `shows_reasoning` it is
+    returned. With `timing` the time breakdown is included.
     """
 
     include_usage: bool = False
@@ -33,13 +36,18 @@ class ResponseOptions:
     echo: bool = False
     num_top: int | None = None
     prompt_top: int | None = None
-    reads_calls: bool = False
+    calls: ToolFormat | None = None
+    tools: tuple[ToolSpec, ...] = ()
+    parses_reasoning: bool = False
+    shows_reasoning: bool = True
     timing: bool = False
 
     @classmethod
-    def of(cls, body: GenerationBody, *, timing: bool = False) -> "ResponseOptions":
-        """Return the options of `body`; `timing` comes from a header."""
+    def of(cls, body: GenerationBody, form: AnswerFormat, *, timing: bool = False) -> "ResponseOptions":
+        """Return the options of `body`; `form` is the format of the model's answers, `timing` comes from a header."""
         options = body.stream_options
+        chat = body if isinstance(body, ChatBody) else None
+        called = chat if chat is not None and reads_calls(chat) else None
         return cls(
             include_usage=options is not None and bool(options.include_usage),
             continuous_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
@@ -48,7 +56,10 @@ class ResponseOptions:
             echo=isinstance(body, CompletionBody) and bool(body.echo),
             num_top=body.num_top,
             prompt_top=body.prompt_logprobs,
-            reads_calls=isinstance(body, ChatBody) and reads_calls(body),
+            calls=None if called is None else form.tools,
+            tools=() if called is None else tool_specs(called),
+            parses_reasoning=chat is not None and form.reasoning is not None,
+            shows_reasoning=chat is None or chat.include_reasoning is not False,
             timing=timing,
         )
 
@@ -131,15 +142,16 @@ def _name(token_id: int, data: bytes, as_ids: bool, prefix: str) -> str:
 class ToolCallFormatter:
     """Formatter of one choice's tool calls. Pass every step, in order."""
 
-    def __init__(self) -> None:
-        self._reader = ToolReader()
+    def __init__(self, form: ToolFormat, tools: Sequence[ToolSpec]) -> None:
+        self._form = form
+        self._reader = form.reader(tools)
 
-    def message(self, step: OutputChunk) -> dict[str, Any]:
-        """Return content and calls of an answer that is one step."""
-        read = self._reader.feed(step.text, is_last=True)
+    def message(self, text: str) -> dict[str, Any]:
+        """Return content and calls of a whole answer."""
+        read = self._reader.feed(text, is_last=True)
         calls: dict[int, dict[str, Any]] = {}
         for call in read.calls:
-            _merge(calls, call)
+            self._merge(calls, call)
         if not calls:
             return {"content": read.content}
         return {"content": read.content or None, "tool_calls": [_without_index(call) for call in calls.values()]}
@@ -149,7 +161,7 @@ class ToolCallFormatter:
         read = self._reader.feed(step.text, is_last=step.finish_reason is not None)
         calls: dict[int, dict[str, Any]] = {}
         for call in read.calls:
-            _merge(calls, call)
+            self._merge(calls, call)
         delta: dict[str, Any] = {"content": read.content} if read.content else {}
         return delta | {"tool_calls": list(calls.values())} if calls else delta
 
@@ -160,13 +172,12 @@ class ToolCallFormatter:
         """
         return "tool_calls" if step.finish_reason == "stop" and self._reader.is_complete else step.finish_reason
 
-
-def _merge(calls: dict[int, dict[str, Any]], piece: CallDelta) -> None:
-    call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
-    if piece.name is not None:
-        call |= {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
-        call["function"] = {"name": piece.name, "arguments": ""}
-    call["function"]["arguments"] += piece.arguments
+    def _merge(self, calls: dict[int, dict[str, Any]], piece: CallDelta) -> None:
+        call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+        if piece.name is not None:
+            call |= {"id": self._form.call_id(), "type": "function"}
+            call["function"] = {"name": piece.name, "arguments": ""}
+        call["function"]["arguments"] += piece.arguments
 
 
 def _without_index(call: dict[str, Any]) -> dict[str, Any]:
@@ -233,12 +244,14 @@ class ResponseFormatter(ABC):
         self._view = view
         self._started: set[int] = set()
         self._num_sent = [0] * len(generations)  # returned tokens by choice
+        self._num_reasoning = 0  # of these, of all choices
         self._num_running = len(generations)
         self._plain: dict[int, _PlainEvent] = {}  # by choice
 
     def whole(self, steps: Sequence[OutputChunk]) -> dict[str, Any]:
         """Return the response object of a request that does not stream."""
         self._num_sent = [len(step.token_ids) for step in steps]
+        self._num_reasoning = sum(step.num_reasoning_tokens for step in steps)
         choices = [self._whole_choice(index, step) for index, step in enumerate(steps)]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage(), **self._facts()}
 
@@ -247,7 +260,8 @@ class ResponseFormatter(ABC):
         opens, is_first = not self._started, index not in self._started
         self._started.add(index)
         self._num_sent[index] += len(step.token_ids)
-        if not is_first and step.finish_reason is None and self._is_plain(index):
+        self._num_reasoning += step.num_reasoning_tokens
+        if not is_first and step.finish_reason is None and self._is_plain(index, step):
             return self._plain_event(index).of(step)
         self._num_running -= step.finish_reason is not None
         chunks = [([choice], self._beside()) for choice in self._chunk_choices(index, step, is_first)]
@@ -259,8 +273,8 @@ class ResponseFormatter(ABC):
             chunks[-1][1].update(self._facts())
         return b"".join(event(self._chunk(choices, beside)) for choices, beside in chunks)
 
-    def _is_plain(self, index: int) -> bool:
-        """Return True if a choice's events between its first and last one differ in text and token ids only."""
+    def _is_plain(self, index: int, step: OutputChunk) -> bool:
+        """Return True if an event between a choice's first and last one differs from others in text and ids only."""
         return self._view.num_top is None and not self._view.continuous_usage
 
     def _plain_event(self, index: int) -> "_PlainEvent":
@@ -317,12 +331,15 @@ class ResponseFormatter(ABC):
         prompts = [generation for generation in self._generations if generation.leader is None]
         num_prompt = sum(len(generation.request.prompt_ids) for generation in prompts)
         num_new = sum(self._num_sent)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
             "prompt_tokens_details": {"cached_tokens": sum(prompt.stats.cached_tokens for prompt in prompts)},
         }
+        if self._view.parses_reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning}
+        return usage
 
     def _facts(self) -> dict[str, Any]:
         """Return Moonpool's extension: one object, or a list by choice if there are several."""
@@ -364,30 +381,40 @@ class ChatFormatter(ResponseFormatter):
 
     def __init__(self, generations: Sequence[Generation], model: str, view: ResponseOptions) -> None:
         super().__init__(generations, model, view)
-        self._calls = [ToolCallFormatter() if view.reads_calls else None for _ in generations]
+        self._calls = [
+            ToolCallFormatter(view.calls, view.tools) if view.calls is not None else None for _ in generations
+        ]
 
-    def _is_plain(self, index: int) -> bool:
-        return self._calls[index] is None and super()._is_plain(index)
+    def _is_plain(self, index: int, step: OutputChunk) -> bool:
+        is_content = not self._view.parses_reasoning or (bool(step.text) and not step.reasoning)
+        return is_content and self._calls[index] is None and super()._is_plain(index, step)
 
     def whole(self, steps: Sequence[OutputChunk]) -> dict[str, Any]:
         return super().whole(steps) | self._once() | self._prompt_logprobs(steps[0])
 
     def _whole_choice(self, index: int, step: OutputChunk) -> dict[str, Any]:
         calls = self._calls[index]
-        message = {"content": step.text} if calls is None else calls.message(step)
+        message: dict[str, Any] = {"content": step.text} if calls is None else calls.message(step.text)
+        if self._view.parses_reasoning:
+            if step.reasoning and not message["content"]:
+                message["content"] = None
+            reasoning = {"reasoning_content": step.reasoning or None} if self._view.shows_reasoning else {}
+            message = reasoning | message
         end = self._end(index, step, with_prompt=False)
         return {"index": index, "message": {"role": "assistant", **message}, **end}
 
     def _chunk_choices(self, index: int, step: OutputChunk, is_first: bool) -> list[dict[str, Any]]:
         calls = self._calls[index]
         delta = {"content": step.text} if calls is None else calls.delta(step)
+        if self._view.parses_reasoning:
+            reasoning = {"reasoning_content": step.reasoning} if step.reasoning and self._view.shows_reasoning else {}
+            delta = reasoning | {name: part for name, part in delta.items() if part}
         choice = {"index": index, "delta": delta, **self._end(index, step, with_prompt=False)}
-        if not is_first:
-            # Text around a call's name and arguments is not sent.
-            tells = delta or step.finish_reason or step.scores or self._view.return_token_ids
-            return [choice] if tells else []
+        # Markers, and text around a call's name and arguments, are not sent.
+        tells = delta or step.finish_reason or step.scores or self._view.return_token_ids
         # OpenAI's streams open with the role alone.
-        return [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}, choice]
+        opening = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        return [*([opening] if is_first else []), *([choice] if tells else [])]
 
     def _end(self, index: int, step: OutputChunk, *, with_prompt: bool) -> dict[str, Any]:
         end = super()._end(index, step, with_prompt=with_prompt)

@@ -69,7 +69,7 @@ async def answer(
             shape = form(
                 session.generations,
                 body.model or model.name,  # the requested name: a request for an alias is answered with the alias
-                ResponseOptions.of(body, timing=timing),
+                ResponseOptions.of(body, model.preparer.form, timing=timing),
             )
             if sum(len(each.prompt_ids) for each in requests if each.shows_prompt) > _MANY_TOKENS:
                 await service.threads.run(session.read_prompts, tenant=requests[0].tenant)

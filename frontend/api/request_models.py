@@ -416,6 +416,7 @@ class ChatMessage(RequestModel):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=1024, fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     cache_control: CacheControl | None = None
     content: Annotated[
         Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)] | None,
@@ -467,6 +468,7 @@ class ChatBody(GenerationBody, ChatRendering):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    include_reasoning: bool | None = None
 
     def cache_controls(self) -> Iterator[CacheControl]:
         yield from super().cache_controls()

@@ -20,6 +20,12 @@ class CachedTokens(ResponseModel):
     cached_tokens: Count
 
 
+class CompletionTokens(ResponseModel):
+    """Number of generated tokens that are reasoning, its markers included."""
+
+    reasoning_tokens: Count
+
+
 class TokenUsage(ResponseModel):
     """Token counts of the whole request; a prompt counts once, regardless of its number of choices."""
 
@@ -27,6 +33,7 @@ class TokenUsage(ResponseModel):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionTokens | None = None
 
 
 class TtftParts(ResponseModel):
@@ -218,9 +225,10 @@ class ToolCallResponse(ResponseModel):
 
 
 class AssistantMessage(ResponseModel):
-    """Message of the assistant. `content` is null if there are only calls."""
+    """Message of the assistant. `content` is null if there are only calls or only reasoning."""
 
     role: Literal["assistant"]
+    reasoning_content: str | None = None
     content: str | None
     tool_calls: list[ToolCallResponse] | None = None
 
@@ -273,6 +281,7 @@ class ChatDelta(ResponseModel):
     """Delta of a chat's choice in one event."""
 
     role: Literal["assistant"] | None = None
+    reasoning_content: str | None = None
     content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 

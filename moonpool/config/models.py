@@ -17,6 +17,7 @@ from settings.worker import EngineSettings, ModelSettings, name_of_model
 _TOPOLOGY_KEYS = ("prefill_nodes", "decode_nodes", "aggregated")
 _SLO_KEYS = ("ttft_slo", "tbt_slo")
 _WINDOW_KEY = "endless_window"
+_PARSER_KEYS = ("reasoning_parser", "tool_call_parser")
 _NAMING = ("name", "path", "aliases")
 
 
@@ -94,6 +95,12 @@ class ModelEntry:
         return self.settings.get(_WINDOW_KEY)
 
     @property
+    def parsers(self) -> tuple[str | None, str | None]:
+        """The entry's own parsers of reasoning and of tool calls; None: the cluster's."""
+        reasoning, tool_calls = (self.settings.get(key) for key in _PARSER_KEYS)
+        return reasoning, tool_calls
+
+    @property
     def objectives(self) -> Objectives:
         """The entry's own objectives."""
         return Objectives(*(self.settings.get(key) for key in _SLO_KEYS))
@@ -108,8 +115,8 @@ class FurtherModels(SettingsGroup):
         tuple[ModelEntry, ...],
         Key(
             "Additional model: NAME=PATH[,alias=NAME][,key=value...]; may be given several times. Its keys override "
-            "the cluster's numbers of workers, engine settings, objectives and endless window. Without MODEL, only "
-            "these are served",
+            "the cluster's numbers of workers, engine settings, objectives, endless window and parsers. Without MODEL, "
+            "only these are served",
             flag="--add-model",
             item=ModelEntry,
         ),
@@ -139,11 +146,11 @@ def served_models(model: ModelSettings, further: FurtherModels) -> tuple[ModelEn
 
 def model_settings() -> dict[str, Setting]:
     """Settings for which a model can have a value of its own, by YAML key."""
-    topology, slo = group_settings(TopologySettings), group_settings(PolicyConfig)
+    topology, slo, http = (group_settings(group) for group in (TopologySettings, PolicyConfig, HttpSettings))
     return {
         **{key: topology[key] for key in _TOPOLOGY_KEYS},
         **{key: slo[key] for key in _SLO_KEYS},
-        _WINDOW_KEY: group_settings(HttpSettings)[_WINDOW_KEY],
+        **{key: http[key] for key in (_WINDOW_KEY, *_PARSER_KEYS)},
         **group_settings(EngineSettings),
     }
 

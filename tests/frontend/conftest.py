@@ -22,6 +22,7 @@ from frontend.tokenizer import Tokenizer
 from moonpool_proto.v1 import common_pb2, conductor_pb2, worker_pb2
 from settings.keys import assemble, replaced
 from telemetry import logs
+from tests.frontend.agent_models import AgentModel, make_model
 from tests.frontend.scripted import WAIT_S, ScriptedCluster, logprob_of, within
 
 TEMPLATE = (
@@ -207,6 +208,21 @@ def start_front(config: FrontendConfig) -> StartFront:
             finally:
                 stop.set()
                 await within(task)
+
+    return start
+
+
+@pytest.fixture
+def serve_family(start_front: StartFront, cluster: ScriptedCluster, model_path: Path, tmp_path: Path) -> StartFront:
+    """`async with serve_family("qwen3") as (front, model)`: a frontend of a model of this family."""
+
+    @asynccontextmanager
+    async def start(family: str, **own: Any) -> AsyncIterator[tuple[Front, AgentModel]]:
+        for status in cluster.conductor.cluster.nodes:
+            status.node.max_model_len = 4096
+        path = make_model(model_path, tmp_path / f"{family}-{len(own)}", family)
+        async with start_front(models=(ServedModelConfig(path, "tiny", **own),)) as front:
+            yield front, AgentModel(path, cluster)
 
     return start
 

@@ -15,6 +15,7 @@ from frontend.api.request_models import ChatBody, ChatMessage
 from frontend.config import ServedModelConfig
 from frontend.next_turn import MOST_AT_ONCE, NextTurnPrefills, common_length, next_prefix
 from frontend.request import GenerationRequest
+from frontend.tool_formats import HERMES
 from moonpool_proto.v1 import conductor_pb2, worker_pb2
 
 STOP = worker_pb2.FINISH_STOP
@@ -156,15 +157,15 @@ def test_after_calls_a_result_is_expected_and_ids_of_calls_are_not_guessed() -> 
     tools = [{"type": "function", "function": {"name": "look"}}]
     called = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     body = ChatBody.model_validate({"messages": [USER], "tools": tools})
-    assert text_of(next_prefix(body, "it sat", shown)) == f"user:{USER['content']};assistant:it sat;user:"
-    prefix = text_of(next_prefix(body, called, shown))
+    assert text_of(next_prefix(body, "it sat", HERMES, shown)) == f"user:{USER['content']};assistant:it sat;user:"
+    prefix = text_of(next_prefix(body, called, HERMES, shown))
     # The ids are random, so they may have digits in common.
     assert prefix.rstrip("0123456789abcdef") == f"user:{USER['content']};assistant:[('call_"
 
     def without_ids(messages: list[ChatMessage]) -> list[int]:
         return shown([message.model_copy(update={"tool_calls": None}) for message in messages])
 
-    assert text_of(next_prefix(body, called, without_ids)) == f"user:{USER['content']};assistant:;tool:"
+    assert text_of(next_prefix(body, called, HERMES, without_ids)) == f"user:{USER['content']};assistant:;tool:"
 
 
 def test_common_length_is_that_of_the_equal_beginning() -> None:

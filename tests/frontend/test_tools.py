@@ -9,11 +9,12 @@ import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from frontend.api.request_models import ChatMessage
+from frontend.api.request_models import ChatBody, ChatMessage
 from frontend.chat_rendering import ChatTemplate, native_messages
 from frontend.errors import InvalidRequest
+from frontend.grammars import requested_grammar
 from frontend.tokenizer import Tokenizer
-from frontend.tools import CallDelta, ToolReader, ToolSpec, tools_grammar
+from frontend.tool_formats import HERMES, CallDelta, ToolReader, ToolSpec
 from moonpool_proto.v1 import common_pb2, worker_pb2
 
 STOP, LENGTH = worker_pb2.FINISH_STOP, worker_pb2.FINISH_LENGTH
@@ -32,7 +33,6 @@ TOOLS = [
 ]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "a \\"}{\\\\", "days": 3}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-SPECS = [ToolSpec("weather", WEATHER), ToolSpec("now", {"type": "object", "additionalProperties": False})]
 IdsOf = Callable[[str], list[int]]
 
 
@@ -58,6 +58,13 @@ def accepts(model_path: Any, tokenizer: Tokenizer) -> Callable[[str, str], bool]
     return accepts
 
 
+def grammar(**fields: Any) -> str:
+    """Return the grammar of a request with these fields."""
+    found = requested_grammar(ChatBody.model_validate({"messages": USER, "tools": TOOLS, **fields}))
+    assert found is not None
+    return found.source.source
+
+
 @pytest.mark.parametrize(
     ("text", "auto", "required", "single"),
     [
@@ -76,14 +83,14 @@ def accepts(model_path: Any, tokenizer: Tokenizer) -> Callable[[str, str], bool]
 def test_the_grammar_accepts_calls_that_conform_and_text_where_it_may(
     accepts: Callable[[str, str], bool], text: str, auto: bool, required: bool, single: bool
 ) -> None:
-    assert accepts(tools_grammar(SPECS, must_call=False, parallel=True), text) == auto
-    assert accepts(tools_grammar(SPECS, must_call=True, parallel=True), text) == required
-    assert accepts(tools_grammar(SPECS, must_call=True, parallel=False), text) == single
+    assert accepts(grammar(), text) == auto
+    assert accepts(grammar(tool_choice="required"), text) == required
+    assert accepts(grammar(tool_choice="required", parallel_tool_calls=False), text) == single
 
 
 def test_the_text_of_an_answer_that_calls_nothing_can_be_held_to_a_schema(accepts: Callable[[str, str], bool]) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    lark = tools_grammar(SPECS, must_call=False, parallel=True, text_schema=schema)
+    lark = grammar(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}})
     assert accepts(lark, '{"a":5}')
     assert accepts(lark, f"{CALL}\n{NOW}")
     assert not accepts(lark, "some text")
@@ -91,14 +98,18 @@ def test_the_text_of_an_answer_that_calls_nothing_can_be_held_to_a_schema(accept
 
 
 def test_an_answer_calls_sixteen_times_at_most(accepts: Callable[[str, str], bool]) -> None:
-    lark = tools_grammar(SPECS, must_call=True, parallel=True)
+    lark = grammar(tool_choice="required")
     assert accepts(lark, "\n".join([NOW] * 16))
     assert not accepts(lark, "\n".join([NOW] * 17))
 
 
+def hermes() -> ToolReader:
+    return HERMES.reader([ToolSpec("weather", WEATHER), ToolSpec("now", {})])
+
+
 def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """(content, (name, arguments) of every call) of an answer that came in pieces."""
-    reader = ToolReader()
+    reader = hermes()
     content, calls = "", list[tuple[str, str]]()
     for at, piece in enumerate(pieces, start=1):
         delta = reader.feed(piece, is_last=at == len(pieces))
@@ -123,11 +134,11 @@ def test_an_answer_is_taken_apart_however_it_is_cut_into_pieces() -> None:
 
 
 def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
-    reader = ToolReader()
+    reader = hermes()
     assert reader.feed("a <tool", is_last=False).content == "a "
     assert reader.feed("box", is_last=False).content == "<toolbox"
     assert reader.feed(" <", is_last=True).content == " <"
-    reader = ToolReader()
+    reader = hermes()
     head = reader.feed('<tool_call>\n{"name": "now", "arguments": {"a', is_last=False)
     assert head.calls == (CallDelta(0, "now", ""), CallDelta(0, None, '{"a'))
 
@@ -278,12 +289,12 @@ def test_a_template_that_knows_tools_gets_them_and_calls_as_objects() -> None:
         ChatMessage.model_validate({"role": "assistant", "content": None, "tool_calls": [call]}),
         ChatMessage.model_validate({"role": "tool", "content": "noon", "tool_call_id": "1"}),
     ]
-    text = template.render(native_messages(messages), {"tools": [1]}, add_generation_prompt=True)
+    text = template.render(native_messages(messages, "thinking"), {"tools": [1]}, add_generation_prompt=True)
     assert text == "[1][system:be][assistant:now(7)][tool:noon]"
     for arguments in ("{", '{"a": "\\ud800"}', "[" * 5000 + "]" * 5000):
         broken = call | {"function": {"name": "now", "arguments": arguments}}
         with pytest.raises(InvalidRequest, match="is not valid JSON"):
-            native_messages([ChatMessage.model_validate({"role": "assistant", "tool_calls": [broken]})])
+            native_messages([ChatMessage.model_validate({"role": "assistant", "tool_calls": [broken]})], "thinking")
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

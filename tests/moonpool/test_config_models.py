@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from moonpool.config import FrontendRole, ModelEntry, ServeConfig, WorkerRole, all_settings, load
 from moonpool.config.models import model_settings
 from moonpool.errors import ConfigError
+from moonpool.role_configs import frontend_config
 from settings.conductor import Objectives
 from settings.worker import BUNDLED_MODEL
 
@@ -57,6 +58,19 @@ def test_a_model_has_an_endless_window_of_its_own_or_the_clusters() -> None:
     config = loaded(models=["a=/m/a,endless-window=512", "b=/m/b"], endless_window=1024)
     assert [entry.endless_window for entry in config.served] == [512, None]
     assert config.http.endless_window == 1024
+
+
+def test_a_model_has_parsers_of_its_own_or_the_clusters(tmp_path: Path) -> None:
+    config = loaded(models=["a=/m/a,reasoning-parser=qwen3", "b=/m/b"], reasoning_parser="off")
+    assert [entry.parsers for entry in config.served] == [("qwen3", None), (None, None)]
+    assert (config.http.reasoning_parser, config.http.tool_call_parser) == ("off", "auto")
+    file = tmp_path / "cluster.yaml"
+    file.write_text("models: [{path: /m/a, reasoning_parser: off, tool_call_parser: mistral}]")
+    assert loaded(file=file).served[0].parsers == ("off", "mistral")
+    front = frontend_config(loaded(FrontendRole, file=file, conductor="head:1"), "fe").models[0]
+    assert (front.own_reasoning_parser, front.own_tool_call_parser) == ("off", "mistral")
+    with pytest.raises(ConfigError, match=r"reasoning_parser must be one of auto, off, .*, got 'deepseek'"):
+        loaded(models=["a=/m/a,reasoning_parser=deepseek"])
 
 
 def test_a_file_names_models_with_settings_of_their_own(config_file: Path) -> None:

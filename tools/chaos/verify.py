@@ -22,8 +22,7 @@ from tokenizers import Tokenizer
 from engine import LogitSteering, SamplingRow, find_tokenizer, load_model, noisy_scores
 from engine.config import ModelConfig, read_config
 from frontend.api.request_models import ChatBody
-from frontend.grammars import JSON_SCHEMA, LARK, grammar_of
-from frontend.tools import tools_grammar, tools_of
+from frontend.grammars import requested_grammar
 from loadtest.verify import TOLERANCE
 from tools.chaos.requests import PARAMETERS, SCHEMA, Choice, ClientRequest, Form, Received
 from worker.errors import GrammarError
@@ -146,15 +145,11 @@ class Texts:
         if request.form not in (Form.STRUCTURED, Form.TOOLS):
             return None
         body = ChatBody.model_validate(request.body)
-        plan = tools_of(body)
-        if plan is not None:
-            key = (int(LARK), tools_grammar(plan.specs, must_call=plan.must_call, parallel=plan.parallel))
-        else:
-            found = grammar_of(body)
-            assert found is not None
-            key = (int(JSON_SCHEMA), found[0].source)
+        found = requested_grammar(body)
+        assert found is not None
+        key = found.source.kind, found.source.source
         if key not in self._compiled:
-            form = to_llguidance(LARK if plan is not None else JSON_SCHEMA, key[1])
+            form = to_llguidance(*key)
             self._compiled[key] = LLMatcher(self._tokens, form, log_level=0, limits=LIMITS)
         return AnswerMatcher(self._compiled[key].deep_copy(), self._vocabulary)
 

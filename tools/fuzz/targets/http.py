@@ -115,7 +115,8 @@ class HttpBodies(FuzzTarget):
     name = "http"
     covers: tuple[str, ...] = (
         "frontend/api", "frontend/prepare.py", "frontend/prompts.py", "frontend/tools.py", "frontend/grammars.py",
-        "frontend/chat_rendering.py", "frontend/output.py", "frontend/generation.py",
+        "frontend/chat_rendering.py", "frontend/output.py", "frontend/generation.py", "frontend/reasoning",
+        "frontend/tool_formats",
     )  # fmt: skip
     deadline_s = 60.0
     max_growth_nbytes = 1 << 30
