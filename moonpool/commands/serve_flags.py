@@ -43,7 +43,6 @@ SUBSTITUTES: Final[Mapping[str, str]] = {
     "--enable-chunked-prefill": _SUPERFLUOUS.format(what="prompts are always computed in chunks"),
     "--enforce-eager": "give --cuda-graphs off; " + _VLLM_ARGS,
     "--enable-auto-tool-choice": _SUPERFLUOUS.format(what="tools are always accepted"),
-    "--tool-call-parser": _SUPERFLUOUS.format(what="the form of tool calls follows from the model"),
     "--tokenizer": _SUPERFLUOUS.format(what="the tokenizer is that of the model's folder"),
     "--disable-log-requests": _SUPERFLUOUS.format(what="requests are not logged"),
     "--uvicorn-log-level": "give --log-level",

