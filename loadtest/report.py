@@ -104,6 +104,14 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def figures_table(title: Text) -> Table:
+    """Return an empty table of names and figures."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
 def print_report(report: Report, console: Console) -> None:
     """Print the table, the most frequent reasons of failures, notices, and the paths of the files."""
     title = "Replay (interrupted)" if report.interrupted else "Replay"
@@ -112,16 +120,7 @@ def print_report(report: Report, console: Console) -> None:
     for reason in report.figures["invalid_reasons"]:
         console.print(Text(f"INVALID: {reason}", style="bold red"))
     style = "bold red" if report.figures["invalid_reasons"] else "table.title"
-    table = Table(
-        title=Text(title, style),
-        title_justify="left",
-        show_header=False,
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = figures_table(Text(title, style))
     for section, entries in figures.rows(report.figures):
         table.add_row(Text(section, style="bold"), "")
         for name, value in entries:

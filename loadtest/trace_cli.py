@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from loadtest import options
@@ -22,6 +21,7 @@ from loadtest.cli import EXIT_BAD_INPUT, EXIT_FAILED, bundled_model
 from loadtest.errors import ReplayError
 from loadtest.model_folder import local_model_folder
 from loadtest.progress import ProgressDisplay
+from loadtest.report import figures_table
 from loadtest.tokens import ModelTokens, load_model_tokens
 from traces import CONVERSATION, TraceError, TraceFormatError, TraceRow
 from traces.check import TraceCheck, check_trace
@@ -315,16 +315,7 @@ def _print_check(source: TraceSource, found: TraceCheck) -> None:
 
 def _print_figures(source: TraceSource, figures: dict[str, Any], notes: list[str]) -> None:
     console = Console()
-    table = Table(
-        title=Text(f"{source.name} ({source.format.name})", "table.title"),
-        title_justify="left",
-        show_header=False,
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = figures_table(Text(f"{source.name} ({source.format.name})", "table.title"))
     for name, value in _figure_rows(figures):
         table.add_row(name, Text(value))
     console.print(table)

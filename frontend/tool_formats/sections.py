@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from frontend.markers import partial_length
-from frontend.tool_formats.calls import CallDelta, ToolDelta
+from frontend.tool_formats.call_states import CallStates
 from frontend.tool_formats.scanning import MORE, SPACE, CallSyntax, ObjectScanner, match_parts
 
 
@@ -19,39 +19,24 @@ class SectionSyntax:
     opens_bare: bool = False  # the content may begin with a call without the opening marker
 
 
-class SectionReader:
+class SectionReader(CallStates):
     """Incremental parser of an answer with calls. It holds back only text that may be part of a call's syntax."""
 
     def __init__(self, sections: SectionSyntax, call: CallSyntax) -> None:
+        super().__init__()
         self._sections = sections
         self._call = call
-        self._buffer = ""
-        self._syntax = ""  # consumed text that becomes content unless a call follows
         self._before_call = ""  # text between `_syntax` and the call
-        self._num_calls = 0
         self._state = self._read_start if sections.opens_bare else self._read_text
         self._arguments = ObjectScanner()
-        self._follows_call = False
-        self._content: list[str] = []
-        self._calls: list[CallDelta] = []
 
     @property
     def is_complete(self) -> bool:
         return self._num_calls > 0 and self._state != self._read_arguments
 
-    def feed(self, text: str, *, is_last: bool) -> ToolDelta:
-        self._buffer += text
-        while self._state():
-            pass
-        if is_last:
-            if self._state in (self._read_start, self._read_text, self._read_head):
-                self._emit_text(self._syntax + self._buffer)
-            self._buffer = self._syntax = ""
-        delta = ToolDelta("".join(self._content), tuple(self._calls))
-        self._content, self._calls = [], []
-        return delta
-
-    # Each state consumes what it can from the buffer and returns True if the next state can continue.
+    def _release(self) -> None:
+        if self._state in (self._read_start, self._read_text, self._read_head):
+            self._emit_text(self._syntax + self._buffer)
 
     def _read_start(self) -> bool:
         if not self._buffer.strip():
@@ -76,19 +61,16 @@ class SectionReader:
         if found is MORE:
             return False
         if found is None:
-            self._emit_text(self._syntax)
-            self._syntax, self._state = "", self._read_text
+            self._no_call()
             return True
-        self._calls.append(CallDelta(self._num_calls, found.name, ""))
-        self._num_calls += 1
-        self._syntax, self._buffer = "", self._buffer[found.end :]
+        self._begin_call(found.name, found.end)
         self._arguments, self._state = ObjectScanner(), self._read_arguments
         return True
 
     def _read_arguments(self) -> bool:
         length = self._arguments.feed(self._buffer)
         if length:
-            self._calls.append(CallDelta(self._num_calls - 1, None, self._buffer[:length]))
+            self._emit_arguments(self._buffer[:length])
             self._buffer = self._buffer[length:]
         if self._arguments.is_complete:
             self._state = self._read_end
@@ -122,10 +104,3 @@ class SectionReader:
                 self._buffer = self._buffer[found.end :]
         self._state = self._read_text
         return True
-
-    def _emit_text(self, text: str) -> None:
-        if self._follows_call:  # white space between calls belongs to the format
-            text = text.lstrip()
-        if text:
-            self._follows_call = False
-            self._content.append(text)

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from frontend.markers import marker_rule, partial_length, up_to_marker
-from frontend.tool_formats.calls import MAX_CALLS, CallDelta, ToolDelta, ToolSpec, new_call_id
+from frontend.tool_formats.call_states import CallStates
+from frontend.tool_formats.calls import MAX_CALLS, ToolSpec, new_call_id
 from frontend.tool_formats.json_calls import HERMES
 from frontend.tool_formats.scanning import MORE, SPACE, OneOf, match_parts
 
@@ -100,41 +101,26 @@ def _is_text(schema: Any) -> bool:
     return schema.get("type") == "string"
 
 
-class XmlCallReader:
+class XmlCallReader(CallStates):
     """Incremental parser of an answer with calls. It holds back a parameter until its value is complete."""
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
+        super().__init__()
         self._properties = {tool.name: _properties(tool) for tool in tools}
-        self._buffer = ""
         self._state = self._read_text
-        self._syntax = ""  # consumed text that becomes content unless a call follows
         self._tool = ""  # of the current call
         self._parameter = ""  # name of the current parameter
         self._num_parameters = 0
-        self._num_calls = 0
-        self._follows_call = False
-        self._content: list[str] = []
-        self._calls: list[CallDelta] = []
 
     @property
     def is_complete(self) -> bool:
         return self._num_calls > 0 and self._state not in (self._read_parameter, self._read_value)
 
-    def feed(self, text: str, *, is_last: bool) -> ToolDelta:
-        self._buffer += text
-        while self._state():
-            pass
-        if is_last:
-            if self._state == self._read_value:
-                self._emit_value(self._buffer, is_whole=False)
-            elif self._state in (self._read_text, self._read_head):
-                self._emit_text(self._syntax + self._buffer)
-            self._buffer = self._syntax = ""
-        delta = ToolDelta("".join(self._content), tuple(self._calls))
-        self._content, self._calls = [], []
-        return delta
-
-    # Each state consumes what it can from the buffer and returns True if the next state can continue.
+    def _release(self) -> None:
+        if self._state == self._read_value:
+            self._emit_value(self._buffer, is_whole=False)
+        elif self._state in (self._read_text, self._read_head):
+            self._emit_text(self._syntax + self._buffer)
 
     def _read_text(self) -> bool:
         before, opener, after = self._buffer.partition(_OPEN)
@@ -152,14 +138,11 @@ class XmlCallReader:
         if found is MORE:
             return False
         if found is None:
-            self._emit_text(self._syntax)
-            self._syntax, self._state = "", self._read_text
+            self._no_call()
             return True
-        self._calls.append(CallDelta(self._num_calls, found.name, ""))
-        self._num_calls += 1
-        self._tool, self._num_parameters, self._syntax = found.name, 0, ""
+        self._begin_call(found.name, found.end)
+        self._tool, self._num_parameters, self._state = found.name, 0, self._read_parameter
         self._emit_arguments("{")
-        self._buffer, self._state = self._buffer[found.end :], self._read_parameter
         return True
 
     def _read_parameter(self) -> bool:
@@ -206,16 +189,6 @@ class XmlCallReader:
         separator = ", " if self._num_parameters else ""
         self._num_parameters += 1
         self._emit_arguments(f"{separator}{json.dumps(self._parameter)}: {text}")
-
-    def _emit_arguments(self, text: str) -> None:
-        self._calls.append(CallDelta(self._num_calls - 1, None, text))
-
-    def _emit_text(self, text: str) -> None:
-        if self._follows_call:  # white space between calls belongs to the format
-            text = text.lstrip()
-        if text:
-            self._follows_call = False
-            self._content.append(text)
 
 
 def _is_json(text: str) -> bool:
