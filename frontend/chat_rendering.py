@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import jinja2
 from jinja2.ext import loopcontrols
@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from frontend.api.request_models import ChatMessage, Tool, ToolCall
 from frontend.errors import InvalidRequest, ModelFilesError
+from frontend.reasoning import harmony, think_tags
 from frontend.tool_formats import HERMES
 
 
@@ -39,10 +40,11 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
-            self.takes_tools = "tools" in find_undeclared_variables(environment.parse(source))
+            self._inputs = find_undeclared_variables(environment.parse(source))
         except (jinja2.TemplateError, SyntaxError, RecursionError, ValueError) as error:  # of Python's compiler, too
             raise ModelFilesError(f"chat template of {origin} does not compile: {error}") from error
         self.source = source
+        self.takes_tools = "tools" in self._inputs
         self.reasoning_key = "thinking" if "message.thinking" in source else "reasoning_content"
         self._variables = dict(variables)
 
@@ -64,6 +66,24 @@ class ChatTemplate:
         variables = {name: text for name, value in settings.items() if (text := _token_text(name, value)) is not None}
         return cls(source, variables, str(path))
 
+    def reasoning_variables(self, effort: str) -> dict[str, Any]:
+        """Return the variables by which the template asks the model for this effort (`ReasoningEffort`).
+
+        A template that only switches reasoning off and on treats all efforts but "none" alike. Raises InvalidRequest
+        for an effort for which the template cannot ask.
+        """
+        if harmony.CHANNEL in self.source:
+            if effort not in _HARMONY_EFFORTS:
+                raise _no_effort(f"must be {', '.join(_HARMONY_EFFORTS)} for this model, got {effort!r}")
+            return {"reasoning_effort": effort}
+        if "reasoning_effort" in self._inputs:
+            return {"reasoning_effort": effort}
+        if switch := next((name for name in _SWITCHES if name in self._inputs), None):
+            return {switch: effort != "none"}
+        if effort == "none" and think_tags.CLOSE not in self.source:
+            return {}  # the model does not reason
+        raise _no_effort(f"is not supported by this model, whose chat template cannot ask for it, got {effort!r}")
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any], *, add_generation_prompt: bool
     ) -> str:
@@ -80,6 +100,14 @@ class ChatTemplate:
             raise InvalidRequest(f"the model's chat template rejects these messages: {error}", param="messages") from (
                 error
             )
+
+
+_HARMONY_EFFORTS: Final = ("low", "medium", "high")
+_SWITCHES: Final = ("enable_thinking", "thinking")  # Qwen3, GLM; DeepSeek
+
+
+def _no_effort(problem: str) -> InvalidRequest:
+    return InvalidRequest(f"reasoning_effort {problem}", param="reasoning_effort", code="unsupported_parameter")
 
 
 def _token_text(name: str, value: object) -> str | None:

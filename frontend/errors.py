@@ -14,6 +14,9 @@ FrontendError
     ├── Forbidden           403
     ├── ModelNotServed      404
     ├── NoSuchNode          404
+    ├── NoSuchPath          404
+    │   └── EndpointNotServed
+    ├── MethodNotAllowed    405
     ├── BodyTimeout         408
     ├── Conflict            409
     ├── BodyTooLarge        413
@@ -134,6 +137,26 @@ class NoSuchNode(ApiError):
     status = 404
     kind = "invalid_request_error"
     default_code = "no_such_node"
+
+
+class NoSuchPath(ApiError):
+    """The path does not exist."""
+
+    status = 404
+    kind = "invalid_request_error"
+
+
+class EndpointNotServed(NoSuchPath):
+    """The path is one of OpenAI's or vLLM's that Moonpool does not serve."""
+
+    default_code = "endpoint_not_served"
+
+
+class MethodNotAllowed(ApiError):
+    """The path does not have this method."""
+
+    status = 405
+    kind = "invalid_request_error"
 
 
 class Conflict(ApiError):

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from frontend.api.formats import ToolCallFormatter
+from frontend.api.formatter import ToolCallFormatter
 from frontend.api.hints import prefills_next_turn
 from frontend.api.request_base import MAX_PRIORITY
 from frontend.api.request_models import ChatBody, ChatMessage

@@ -343,7 +343,9 @@ class Preparer:
                     limit,
                     param="prompt",
                 )
-                prompt_requests = self._requests(body, arrival, f"cmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
+                prompt_requests = self._requests(
+                    body, arrival, f"{body.ID_PREFIX}{uuid.uuid4().hex}", ids, max_tokens, grammar
+                )
                 requests += [replace(request, rolling=rolling) for request in prompt_requests]
             return requests
 
@@ -375,7 +377,7 @@ class Preparer:
             check_prompt_scores(body, self._config, [ids])
             default = MAX_TOKEN_ID if body.endless else self._config.chat_default_tokens
             max_tokens = self._max_tokens(len(ids), requested, default, limit, param="messages")
-            requests = self._requests(body, arrival, f"chatcmpl-{uuid.uuid4().hex}", ids, max_tokens, grammar)
+            requests = self._requests(body, arrival, f"{body.ID_PREFIX}{uuid.uuid4().hex}", ids, max_tokens, grammar)
             text = self._parsed(requests[0].text, body, prompt.ending)
             return [
                 replace(

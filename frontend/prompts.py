@@ -141,7 +141,9 @@ class PromptReader:
                 f"the model {self._model_name!r} has no chat template: use /v1/completions",
                 code="no_chat_template",
             )
-        tools, variables = rendering.tools or [], dict(rendering.chat_template_kwargs or {})
+        tools, effort = rendering.tools or [], rendering.reasoning_effort
+        variables = {} if effort is None else template.reasoning_variables(effort)
+        variables |= rendering.chat_template_kwargs or {}
         if template.takes_tools:
             chat = native_messages(messages, template.reasoning_key)
             variables["tools"] = [as_plain(tool) for tool in tools] or None

@@ -1,5 +1,6 @@
 """Settings of the frontend's HTTP API."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal
@@ -8,6 +9,7 @@ from settings.keys import InvalidSetting, Key, SettingsGroup, parse_size
 
 __all__ = ["MOST_ENDLESS_TOKENS", "HttpSettings"]
 
+_ORIGIN: Final = re.compile(r"https?://[^/\s]+")
 MOST_ENDLESS_TOKENS: Final = 1 << 24  # bound of a prompt and its answer with a rolling window
 
 
@@ -25,6 +27,14 @@ class HttpSettings(SettingsGroup):
         Path | None,
         Key("YAML file of hashed API keys, tenants, scopes and quotas; reloaded when it changes"),
     ] = None
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Key(
+            "Origin whose web pages may call the API, such as https://chat.example.org; may be given several times; "
+            "* for all",
+            default_text="none",
+        ),
+    ] = ()
     http_tls_cert: Annotated[
         Path | None,
         Key(
@@ -122,6 +132,9 @@ class HttpSettings(SettingsGroup):
     def check(self) -> None:
         if not all(self.api_key):
             raise InvalidSetting("--api-key must not be empty: give a key, or omit it to require none")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise InvalidSetting(f"--cors-origins must be * or SCHEME://HOST[:PORT] without a path, got {origin!r}")
         if (self.http_tls_cert is None) != (self.http_tls_key is None):
             raise InvalidSetting("--http-tls-cert and --http-tls-key must be given together: HTTPS needs both")
 

@@ -2,21 +2,26 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Final, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from frontend.admin import AdminRoutes
 from frontend.api.body import BodyReservation, parse_body, read_body
-from frontend.api.formats import ChatFormatter, CompletionFormatter, ResponseFormatter
-from frontend.api.generate import PreparedAnswer, answer, given_request_id
+from frontend.api.description_page import DescriptionPage
+from frontend.api.formats import ChatFormatter, CompletionFormatter
+from frontend.api.generate import FormatterFactory, PreparedAnswer, answer, given_request_id
+from frontend.api.messages.formatter import MessagesFormatter, anthropic_error
+from frontend.api.messages.request import MessagesBody, MessagesPrompt
 from frontend.api.openapi import encoded_description
 from frontend.api.request_base import RequestModel
 from frontend.api.request_models import (
@@ -25,11 +30,14 @@ from frontend.api.request_models import (
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
+    parse,
 )
+from frontend.api.responses.formatter import ResponsesFormatter
+from frontend.api.responses.request import ResponsesBody
 from frontend.api.stream import DisconnectWatch, encode
 from frontend.callers import ApiCaller, counts_in_quota
 from frontend.console.routes import CONSOLE, ConsoleRoutes
-from frontend.errors import ApiError, ClientGone
+from frontend.errors import ApiError, ClientGone, EndpointNotServed, InvalidRequest, MethodNotAllowed, NoSuchPath
 from frontend.input_limits import InputLimits
 from frontend.prepare import Preparer, RequestContext
 from frontend.request import GenerationRequest
@@ -41,9 +49,13 @@ from telemetry import exposition, tracing
 _log = logging.getLogger(__name__)
 
 _MODEL: Final = "/v1/models/"
+_MESSAGES: Final = "/v1/messages"
 
 B = TypeVar("B", bound=RequestModel)
+T = TypeVar("T")
 G = TypeVar("G", bound=GenerationBody)
+Read = Callable[[bytes], tuple[G, FormatterFactory]]
+"""Returns a body and the format of its response. Raises InvalidRequest."""
 Prepare = Callable[[Preparer, G, RequestContext], Awaitable[list[GenerationRequest]]]
 MeteredWork = Callable[[B, RequestContext], Awaitable[tuple[Response, int]]]
 Handler = Callable[[Request], Awaitable[Response]]
@@ -51,7 +63,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def build_app(service: Service) -> ASGIApp:
     """Return the ASGI application for a started service."""
-    app = _App(service)
+    app: ASGIApp = _App(service)
+    if origins := service.config.http.cors_origins:
+        app = CrossOriginMiddleware(app, origins)
     return TracingMiddleware(app) if tracing.is_on() else app
 
 
@@ -63,9 +77,10 @@ class _App:
         self._service = service
         self._turnstile = service.throttle
         self._any_model = routes.model
-        self._sections: dict[str, ConsoleRoutes | AdminRoutes] = {
+        self._sections: dict[str, ConsoleRoutes | AdminRoutes | DescriptionPage] = {
             CONSOLE: ConsoleRoutes(service),
             ADMIN: AdminRoutes(service),
+            DescriptionPage.PATH: DescriptionPage(),
         }
         self._routes: dict[str, tuple[str, Handler]] = {
             "/health": ("GET", routes.alive),
@@ -79,6 +94,9 @@ class _App:
             "/v1/models": ("GET", routes.models),
             "/v1/completions": ("POST", routes.completions),
             "/v1/chat/completions": ("POST", routes.chat),
+            "/v1/responses": ("POST", routes.responses),
+            _MESSAGES: ("POST", routes.messages),
+            f"{_MESSAGES}/count_tokens": ("POST", routes.count_tokens),
             "/tokenize": ("POST", routes.tokenize),
             "/detokenize": ("POST", routes.detokenize),
         }
@@ -89,12 +107,12 @@ class _App:
         try:
             response = await self._handler(http)(http)
         except ApiError as error:
-            response = _refusal(http, error.body(), error.status, error.headers())
+            response = _refusal(http, error)
         except ClientGone:
             response = Response(status_code=499)  # nginx's status for a disconnected client, who does not receive it
         except Exception:
             _log.exception("%s %s failed", http.method, http.url.path)
-            response = _refusal(http, ApiError("internal error", code="internal_error").body(), 500, {})
+            response = _refusal(http, ApiError("internal error", code="internal_error"))
         if self._service.draining:  # no client must send another request while the connection is being closed
             response.headers["connection"] = "close"
         await response(scope, receive, send)
@@ -119,10 +137,44 @@ class _Routes:
         self._service = service
 
     async def completions(self, http: Request) -> Response:
-        return await self._generate(http, CompletionBody, Preparer.completion, CompletionFormatter)
+        def read(raw: bytes) -> tuple[CompletionBody, FormatterFactory]:
+            return parse(CompletionBody, raw), CompletionFormatter
+
+        return await self._generate(http, read, Preparer.completion, takes_ids=True)
 
     async def chat(self, http: Request) -> Response:
-        return await self._generate(http, ChatBody, Preparer.chat, ChatFormatter)
+        def read(raw: bytes) -> tuple[ChatBody, FormatterFactory]:
+            return parse(ChatBody, raw), ChatFormatter
+
+        return await self._generate(http, read, Preparer.chat)
+
+    async def responses(self, http: Request) -> Response:
+        def read(raw: bytes) -> tuple[ChatBody, FormatterFactory]:
+            body = parse(ResponsesBody, raw)
+            with _renamed(ResponsesBody.CHAT_FIELDS):
+                return body.to_chat(), partial(ResponsesFormatter, body)
+
+        async def prepare(preparer: Preparer, body: ChatBody, context: RequestContext) -> list[GenerationRequest]:
+            with _renamed(ResponsesBody.CHAT_FIELDS):
+                return await preparer.chat(body, context)
+
+        return await self._generate(http, read, prepare)
+
+    async def messages(self, http: Request) -> Response:
+        def read(raw: bytes) -> tuple[ChatBody, FormatterFactory]:
+            return parse(MessagesBody, raw).to_chat(), MessagesFormatter
+
+        return await self._generate(http, read, Preparer.chat)
+
+    async def count_tokens(self, http: Request) -> Response:
+        async def work(body: TokenizeBody, arrival: RequestContext) -> tuple[Response, int]:
+            ids = await self._service.models.find(body.model).preparer.tokens(body, arrival)
+            return _json({"input_tokens": len(ids)}), len(ids)
+
+        def read(raw: bytes) -> TokenizeBody:
+            return parse(MessagesPrompt, raw).to_tokenize()
+
+        return await self._metered(http, read, InputLimits.text_body_nbytes, work)
 
     async def tokenize(self, http: Request) -> Response:
         async def work(body: TokenizeBody, arrival: RequestContext) -> tuple[Response, int]:
@@ -137,14 +189,14 @@ class _Routes:
             response = await self._service.threads.run(build, tenant=arrival.caller.tenant)
             return response, len(ids)
 
-        return await self._metered(http, TokenizeBody, InputLimits.text_body_nbytes, work)
+        return await self._metered(http, partial(parse, TokenizeBody), InputLimits.text_body_nbytes, work)
 
     async def detokenize(self, http: Request) -> Response:
         async def work(body: DetokenizeBody, arrival: RequestContext) -> tuple[Response, int]:
             model = self._service.models.find(body.model)
             return _json({"prompt": await model.preparer.text(body.tokens, arrival)}), len(body.tokens)
 
-        return await self._metered(http, DetokenizeBody, InputLimits.ids_body_nbytes, work)
+        return await self._metered(http, partial(parse, DetokenizeBody), InputLimits.ids_body_nbytes, work)
 
     async def models(self, http: Request) -> Response:
         self._caller(http)
@@ -188,7 +240,7 @@ class _Routes:
         return Response(await asyncio.to_thread(description), media_type="application/json")
 
     async def _generate(
-        self, http: Request, kind: type[G], prepare: Prepare[G], form: type[ResponseFormatter]
+        self, http: Request, read: Read[G], prepare: Prepare[G], *, takes_ids: bool = False
     ) -> Response:
         at_s, caller = monotonic(), self._caller(http)
         reservation = self._service.quotas.enter(caller)
@@ -197,18 +249,18 @@ class _Routes:
             arrival = RequestContext.of(http.headers, at_s=at_s, caller=caller, span=span_of(http))
 
             async def prepared(raw: bytes) -> PreparedAnswer:
-                body = await self._parsed(kind, raw, caller)
+                body, form = await self._parsed(read, raw, caller, takes_ids=takes_ids)
                 model = await self._service.admit(body.model)
                 context = replace(arrival, slo_class=arrival.class_beside(body.slo_class), body_nbytes=len(raw))
                 requests = await prepare(model.preparer, body, context)
-                return PreparedAnswer(body, model, requests, context, arrival.wants_timing)
+                return PreparedAnswer(body, form, model, requests, context, arrival.wants_timing)
 
             with self._service.body_budget.place(caller.tenant) as place:
                 raw = await self._read(http, place, InputLimits.any_body_nbytes)
                 disconnect_watch = DisconnectWatch(http.receive)
                 answering = await disconnect_watch.run(prepared(raw))
             reservation.reserve(answering.requests)
-            return await answer(self._service, http, answering, form, reservation, disconnect_watch)
+            return await answer(self._service, http, answering, reservation, disconnect_watch)
         except BaseException as error:
             if disconnect_watch is not None:
                 await disconnect_watch.close()
@@ -217,9 +269,12 @@ class _Routes:
             raise
 
     async def _metered(
-        self, http: Request, kind: type[B], max_nbytes: Callable[[InputLimits], int], work: MeteredWork[B]
+        self, http: Request, read: Callable[[bytes], B], max_nbytes: Callable[[InputLimits], int], work: MeteredWork[B]
     ) -> Response:
-        """Return the response of `work`, and charge the caller's quota a request and the tokens that `work` returns."""
+        """Return the response of `work` on the body that `read` returns.
+
+        The caller's quota is charged a request and the tokens that `work` returns.
+        """
         at_s, caller = monotonic(), self._caller(http)
         reservation = self._service.quotas.enter(caller)
         disconnect_watch: DisconnectWatch | None = None
@@ -229,7 +284,7 @@ class _Routes:
                 disconnect_watch = DisconnectWatch(http.receive)
 
                 async def worked() -> tuple[Response, int]:
-                    body = await self._parsed(kind, raw, caller)
+                    body = await self._parsed(read, raw, caller)
                     return await work(body, RequestContext(at_s, caller, body_nbytes=len(raw)))
 
                 response, num_tokens = await disconnect_watch.run(worked())
@@ -248,14 +303,17 @@ class _Routes:
         most = max(max_nbytes(model.preparer.limits) for model in self._service.models)
         return await read_body(http, place, max_nbytes=most, timeout_s=self._service.config.body_timeout_s)
 
-    async def _parsed(self, kind: type[B], raw: bytes, caller: ApiCaller) -> B:
+    async def _parsed(self, read: Callable[[bytes], T], raw: bytes, caller: ApiCaller, *, takes_ids: bool = False) -> T:
         max_prompts = self._service.config.max_prompts
-        takes_ids, limits = kind is CompletionBody, [model.preparer.limits for model in self._service.models]
+        limits = [model.preparer.limits for model in self._service.models]
         most = max(each.body_values(max_prompts, takes_ids=takes_ids) for each in limits)
-        return await parse_body(kind, raw, self._service.threads, tenant=caller.tenant, max_values=most)
+        return await parse_body(read, raw, self._service.threads, tenant=caller.tenant, max_values=most)
 
     def _caller(self, http: Request) -> ApiCaller:
-        return self._service.keys.caller(http.headers.get("authorization"))
+        authorization, key = http.headers.get("authorization"), http.headers.get("x-api-key")
+        if authorization is None and key is not None:  # as Anthropic's clients send it
+            authorization = f"Bearer {key}"
+        return self._service.keys.caller(authorization)
 
     def _card(self, name: str, model: ServedModel) -> dict[str, object]:
         """Return a model's card under one of its names; `root` is its main name."""
@@ -282,29 +340,79 @@ def _json(value: object, *, status: int = 200) -> Response:
 
 
 async def _no_such_path(http: Request) -> Response:
-    return _unrouted(http, 404, "Not Found", {})
+    path = http.url.path.rstrip("/")
+    if what := next((what for end, what in _NOT_SERVED.items() if path.endswith(end)), None):
+        raise EndpointNotServed(
+            f"{http.method} {http.url.path} is not served: Moonpool generates text and has no {what}; use a server for "
+            "it beside this one"
+        )
+    raise NoSuchPath(f"{http.method} {http.url.path}: Not Found")
 
 
 async def _no_such_method(allowed: str, http: Request) -> Response:
-    return _unrouted(http, 405, "Method Not Allowed", {"allow": "GET, HEAD" if allowed == "GET" else allowed})
+    error = MethodNotAllowed(f"{http.method} {http.url.path}: Method Not Allowed")
+    response = _refusal(http, error)
+    response.headers["allow"] = "GET, HEAD" if allowed == "GET" else allowed
+    return response
 
 
-def _unrouted(http: Request, status: int, problem: str, headers: Mapping[str, str]) -> Response:
-    message = f"{http.method} {http.url.path}: {problem}"
-    body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return _refusal(http, {"error": body}, status, headers)
+@contextmanager
+def _renamed(fields: Mapping[str, str]) -> Iterator[None]:
+    """Name the fields of invalid requests as the client does: `fields` are its names by those of chats."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = fields.get(error.param or "", error.param)
+        raise
 
 
-def _refusal(http: Request, body: object, status: int, headers: Mapping[str, str]) -> Response:
-    response = _json(body, status=status)
-    response.headers.update(headers)
+def _refusal(http: Request, error: ApiError) -> Response:
+    body = error.body()
+    response = _json(
+        anthropic_error(error.status, body) if http.url.path.startswith(_MESSAGES) else body, status=error.status
+    )
+    response.headers.update(error.headers())
     if given := given_request_id(http):
         response.headers["x-request-id"] = given
     return response
 
 
-_GENERATE: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
+_NOT_SERVED: Final = {  # by the end of the path
+    "/embeddings": "embeddings",
+    "/pooling": "embeddings",
+    "/rerank": "reranking",
+    "/score": "scoring of pairs",
+    "/classify": "classification",
+    "/moderations": "moderation",
+    "/audio/speech": "speech",
+    "/audio/transcriptions": "transcription",
+    "/audio/translations": "translation of speech",
+    "/images/generations": "images",
+    "/images/edits": "images",
+    "/images/variations": "images",
+    "/files": "files",
+    "/batches": "batches of requests (`moonpool trace replay` sends many)",
+    "/messages/batches": "batches of requests",
+}
+_GENERATE: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", _MESSAGES})
 _KEY: Final = "moonpool.span"
+
+
+_EXPOSED: Final = ("x-request-id", "x-moonpool-request-id", "retry-after", "server-timing", "traceparent")
+
+
+class CrossOriginMiddleware:
+    """ASGI middleware that lets pages of other origins call the API, but not operators' routes and pages (CORS)."""
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._app = app
+        self._shared = CORSMiddleware(
+            app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_EXPOSED
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_api = scope["type"] == "http" and not scope["path"].startswith((ADMIN, CONSOLE))
+        await (self._shared if is_api else self._app)(scope, receive, send)
 
 
 class TracingMiddleware:

@@ -2,13 +2,12 @@
 
 import asyncio
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from frontend.api.request_base import RequestModel
-from frontend.api.request_models import parse
 from frontend.errors import BodyTimeout, BodyTooLarge, ClientGone, ServiceUnavailable
 from frontend.event_loop import WorkThreads
 from frontend.http.read_pace import ReadPace
@@ -93,7 +92,7 @@ class BodyReservation:
                 await asyncio.sleep(pause_s)
 
 
-B = TypeVar("B", bound=RequestModel)
+B = TypeVar("B")
 _LARGE_BODY_NBYTES: Final = 32 << 10
 
 
@@ -121,16 +120,18 @@ async def read_body(request: Request, place: BodyReservation, *, max_nbytes: int
     return bytes(body)
 
 
-async def parse_body(model: type[B], body: bytes, threads: WorkThreads, *, tenant: str, max_values: int) -> B:
-    """Parse the body as a model; a large body in a thread.
+async def parse_body(
+    read: Callable[[bytes], B], body: bytes, threads: WorkThreads, *, tenant: str, max_values: int
+) -> B:
+    """Return `read(body)`; for a large body in a thread.
 
     Raises InvalidRequest, and BodyTooLarge for a body of more than `max_values` JSON values.
     """
     if len(body) < _LARGE_BODY_NBYTES:
-        return parse(model, body)
+        return read(body)
 
     def work() -> B:
         check_values(body, max_values)
-        return parse(model, body)
+        return read(body)
 
     return await threads.run(work, tenant=tenant, nbytes=len(body))

@@ -9,11 +9,12 @@ from typing import Final, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontend.api.formats import ResponseFormatter, ResponseOptions, server_timing
+from frontend.api.formatter import ResponseFormatter, ResponseOptions, server_timing
 from frontend.api.request_models import ChatBody, GenerationBody
 from frontend.api.stream import DisconnectWatch, EventSource, EventStreamResponse, encode
 from frontend.callers import QuotaReservation
 from frontend.errors import ApiError
+from frontend.generation import Generation
 from frontend.output import OutputChunk
 from frontend.prepare import RequestContext
 from frontend.request import GenerationRequest
@@ -21,6 +22,9 @@ from frontend.service import ServedModel, Service
 from telemetry import logs
 
 T = TypeVar("T")
+FormatterFactory = Callable[[Sequence[Generation], str, ResponseOptions], ResponseFormatter]
+"""Called with the choices' generations, the name of the model in the request, and what the client requested."""
+
 _VALID_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _MANY_TOKENS: Final = 1024  # encoding more tokens at once would block the event loop
 _STALLED_CLIENT_S: Final = 5.0  # the connection is closed this long after the request's deadline
@@ -28,9 +32,10 @@ _STALLED_CLIENT_S: Final = 5.0  # the connection is closed this long after the r
 
 @dataclass(frozen=True)
 class PreparedAnswer:
-    """A validated body, its model, and one request per choice."""
+    """A validated body, the format of its response, its model, and one request per choice."""
 
     body: GenerationBody
+    form: FormatterFactory
     model: ServedModel
     requests: list[GenerationRequest]
     context: RequestContext
@@ -41,11 +46,10 @@ async def answer(
     service: Service,
     http: Request,
     prepared: PreparedAnswer,
-    form: type[ResponseFormatter],
     reservation: QuotaReservation,
     disconnect_watch: DisconnectWatch,
 ) -> Response:
-    """Run the requests on their model and return the response in `form`.
+    """Run the requests on their model and return the response.
 
     Closes the watch for the client's disconnect at the end. Raises ApiError only before the first byte of the response
     is sent.
@@ -66,7 +70,7 @@ async def answer(
                 service.prefill_next_turn(model, body, prepared.context, session.generations[0])
 
         try:
-            shape = form(
+            shape = prepared.form(
                 session.generations,
                 body.model or model.name,  # the requested name: a request for an alias is answered with the alias
                 ResponseOptions.of(body, model.preparer.form, timing=timing),
@@ -92,6 +96,8 @@ async def answer(
             headers |= server_timing(session.generations) if timing else {}
             source = EventSource(
                 more,
+                failure=shape.failure,
+                end=shape.end,
                 is_over=lambda: session.is_over,
                 aborts=[each.overflowed for each in session.generations],
                 close=close,

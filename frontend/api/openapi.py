@@ -8,7 +8,11 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from frontend.api import request_models, response_models
-from frontend.api.request_models import CLASS_NAME, refused_fields
+from frontend.api.messages import request as messages_request
+from frontend.api.messages import response as messages_response
+from frontend.api.request_models import CLASS_NAME
+from frontend.api.responses.request import ResponsesBody
+from frontend.api.responses.response import ResponsesResponse
 from frontend.api.stream import encode
 from frontend.sessions import MAX_SESSION_CHARS, PARENT_HEADERS, SESSION_HEADERS
 
@@ -75,6 +79,9 @@ _BODIES: Final = (
     request_models.ChatBody,
     request_models.TokenizeBody,
     request_models.DetokenizeBody,
+    ResponsesBody,
+    messages_request.MessagesBody,
+    messages_request.MessagesPrompt,
 )
 _ANSWERS: Final = (
     response_models.CompletionResponse,
@@ -87,6 +94,10 @@ _ANSWERS: Final = (
     response_models.SelfCheck,
     response_models.Version,
     response_models.ErrorResponse,
+    ResponsesResponse,
+    messages_response.MessageResponse,
+    messages_response.CountedTokens,
+    messages_response.AnthropicError,
 )
 
 
@@ -104,14 +115,30 @@ def describe(*, asks_for_key: bool) -> dict[str, Any]:
             request_models.CompletionBody,
             response_models.CompletionResponse,
             _GENERATION,
-            response_models.CompletionResponse,
+            _chunks(response_models.CompletionResponse),
         ),
         "/v1/chat/completions": _post(
             "Answer a chat",
             request_models.ChatBody,
             response_models.ChatCompletion,
             _GENERATION,
-            response_models.ChatChunk,
+            _chunks(response_models.ChatChunk),
+        ),
+        "/v1/responses": _post("Answer items", ResponsesBody, ResponsesResponse, _GENERATION, _events("response.…")),
+        "/v1/messages": _post(
+            "Answer messages",
+            messages_request.MessagesBody,
+            messages_response.MessageResponse,
+            _GENERATION,
+            _events("message_start, content_block_delta and others"),
+            error=messages_response.AnthropicError,
+        ),
+        "/v1/messages/count_tokens": _post(
+            "Number of a prompt's tokens",
+            messages_request.MessagesPrompt,
+            messages_response.CountedTokens,
+            _TEXT,
+            error=messages_response.AnthropicError,
         ),
         "/tokenize": _post(
             "Token ids of a text or chat", request_models.TokenizeBody, response_models.Tokenized, _TEXT
@@ -137,7 +164,7 @@ def describe(*, asks_for_key: bool) -> dict[str, Any]:
         for path, item in paths.items():
             if path.startswith("/v1/") or path.endswith("tokenize"):
                 _operation_of(item)["security"] = [{"key": []}]
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
         paths[path]["parameters"] = _HEADERS
     components: dict[str, Any] = {"schemas": _schemas()}
     if asks_for_key:
@@ -155,9 +182,12 @@ def _schemas() -> dict[str, Any]:
     both = [(model, "validation") for model in (*_BODIES, *_ANSWERS)]
     _, schema = models_json_schema(both, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     definitions: dict[str, Any] = schema["$defs"]
-    for body in (request_models.CompletionBody, request_models.ChatBody):
+    for body in (
+        *(request_models.CompletionBody, request_models.ChatBody),
+        *(ResponsesBody, messages_request.MessagesBody, messages_request.MessagesPrompt),
+    ):
         properties = definitions[body.__name__]["properties"]
-        for name, neutral in refused_fields().items():
+        for name, neutral in body.UNSUPPORTED.items():
             properties.setdefault(name, {"enum": [*neutral, None], "description": "Not supported."})
     return definitions
 
@@ -167,24 +197,42 @@ def _post(
     body: type[BaseModel],
     answer: type[BaseModel],
     errors: Iterable[int],
-    event: type[BaseModel] | None = None,
+    stream: dict[str, Any] | None = None,
+    *,
+    error: type[BaseModel] = response_models.ErrorResponse,
 ) -> dict[str, Any]:
-    content = _media("application/json", _ref(answer))
-    if event is not None:
-        text = f"A {event.__name__} or an ErrorAnswer as JSON; of the last event [DONE]."
-        one = {"type": "object", "properties": {"data": {"type": "string", "description": text}}, "required": ["data"]}
-        content |= _media("text/event-stream", one | {"description": "One server-sent event."})
-    operation = _operation(summary, content, errors)
+    content = _media("application/json", _ref(answer)) | (stream or {})
+    operation = _operation(summary, content, errors, error)
     operation["requestBody"] = {"required": True, "content": _media("application/json", _ref(body))}
     return {"post": operation}
+
+
+def _chunks(model: type[BaseModel]) -> dict[str, Any]:
+    text = f"A {model.__name__} or an ErrorAnswer as JSON; of the last event [DONE]."
+    return _stream({"data": {"type": "string", "description": text}})
+
+
+def _events(names: str) -> dict[str, Any]:
+    data = {"type": "string", "description": "The event as JSON; its type is the event's name."}
+    return _stream({"event": {"type": "string", "description": f"Name: {names}."}, "data": data})
+
+
+def _stream(fields: dict[str, Any]) -> dict[str, Any]:
+    one = {"type": "object", "properties": fields, "required": list(fields)}
+    return _media("text/event-stream", one | {"description": "One server-sent event."})
 
 
 def _get(summary: str, answer: type[BaseModel], errors: Iterable[int]) -> dict[str, Any]:
     return {"get": _operation(summary, _media("application/json", _ref(answer)), errors)}
 
 
-def _operation(summary: str, content: dict[str, Any], errors: Iterable[int]) -> dict[str, Any]:
-    failures = {str(status): _response(_ERRORS[status], response_models.ErrorResponse) for status in errors}
+def _operation(
+    summary: str,
+    content: dict[str, Any],
+    errors: Iterable[int],
+    error: type[BaseModel] = response_models.ErrorResponse,
+) -> dict[str, Any]:
+    failures = {str(status): _response(_ERRORS[status], error) for status in errors}
     return {"summary": summary, "responses": {"200": {"description": "The answer.", "content": content}, **failures}}
 
 

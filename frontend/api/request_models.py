@@ -3,8 +3,8 @@
 Types are strict: "16" is not a number.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import (
     BeforeValidator,
@@ -93,6 +93,11 @@ Endless = Annotated[
 ]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 SessionId = Annotated[str, Field(max_length=MAX_SESSION_CHARS)]
+SloClassName = Annotated[str, Field(pattern=CLASS_NAME)]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+CacheSalt = Annotated[str, Field(max_length=512)]
+EXTENSIONS: Final = ("slo_class", "session_id", "parent_session_id", "priority", "hints", "cache_salt")
+"""Fields of Moonpool that every generation API has."""
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP)]
 Stops = Annotated[
     list[str],  # the maximum number is configurable
@@ -126,52 +131,6 @@ LogitBias = Annotated[
         }
     ),
 ]
-
-
-# Unsupported fields, each with its neutral values, which are accepted like null.
-_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "kv_transfer_params": ({},),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "prediction": (),
-    "prompt_embeds": (),
-    "reasoning_effort": (),
-    "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
-    "truncation": ("disabled",),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
-
-
-def unsupported_field(fields: Mapping[str, Any]) -> str | None:
-    """Return the first of `fields` that requests an unsupported feature. Unknown fields are ignored, as in vLLM."""
-    for name, value in fields.items():
-        if value is None or name not in _NEUTRAL:
-            continue
-        if not any(
-            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _NEUTRAL[name]
-        ):
-            return name
-    return None
-
-
-def refused_fields() -> Mapping[str, Sequence[Any]]:
-    """Return the unsupported fields by name, each with its neutral values."""
-    return _NEUTRAL
 
 
 # A JSON Schema as an object or, from vLLM's older clients, as its text.
@@ -305,7 +264,9 @@ class StreamOptions(RequestModel):
 
 
 class GenerationBody(RequestModel):
-    """Fields shared by completions and chats. Null means the default."""
+    """Fields shared by completions and chats. Null means the default. `ID_PREFIX`: beginning of its requests' ids."""
+
+    ID_PREFIX: ClassVar[str]
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
@@ -338,12 +299,12 @@ class GenerationBody(RequestModel):
     guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, Field(max_length=512)] | None = None
-    slo_class: Annotated[str, Field(pattern=CLASS_NAME)] | None = None
+    cache_salt: CacheSalt | None = None
+    slo_class: SloClassName | None = None
     session_id: SessionId | None = None
     parent_session_id: SessionId | None = None
     prompt_cache_key: SessionId | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    priority: Priority | None = None
     hints: Hints | None = None
     nvext: NvExt | None = None
     cache_control: CacheControl | None = None
@@ -369,6 +330,8 @@ class GenerationBody(RequestModel):
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
 
+    ID_PREFIX = "cmpl-"
+
     prompt: Prompts
     echo: bool | None = None
     logprobs: NumTop | None = None
@@ -377,6 +340,16 @@ class CompletionBody(GenerationBody):
     @property
     def num_top(self) -> int | None:
         return self.logprobs
+
+
+_OTHER_MEDIA: Final = ("image", "audio", "video", "file", "document")
+
+
+def text_only(kind: Any) -> Any:
+    """Return the type of a part of a content. Raises ValueError for one that is not text, which names what it is."""
+    if isinstance(kind, str) and (medium := next((each for each in _OTHER_MEDIA if each in kind), None)):
+        raise ValueError(f"{kind!r} is not supported: Moonpool serves text models, which cannot read {medium} input")
+    return kind
 
 
 _PARTS: Final = {
@@ -393,7 +366,7 @@ _PARTS: Final = {
 class ContentPart(RequestModel):
     """Part of a message's content; only text is supported."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(text_only)]
     text: str
     cache_control: CacheControl | None = None
 
@@ -449,17 +422,23 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=16384, fa
 Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ChatRendering(RequestModel):
     """Fields that determine a chat's rendered prompt."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     tools: Tools | None = None
 
 
 class ChatBody(GenerationBody, ChatRendering):
     """Body of POST /v1/chat/completions."""
+
+    ID_PREFIX = "chatcmpl-"
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
@@ -518,11 +497,24 @@ def parse(model: type[Body], body: bytes) -> Body:
     try:
         request = model.model_validate_json(body)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = ".".join(str(part) for part in problem["loc"]) or None
-        message = problem["msg"].removeprefix("Value error, ")
-        raise InvalidRequest(f"{param}: {message}" if param else message, param=param) from error
+        raise invalid(error) from error
     for part in request.parts():
-        if (name := unsupported_field(part.model_extra or {})) is not None:
+        if (name := part.unsupported_field(part.model_extra or {})) is not None:
             raise InvalidRequest(f"{name} is not supported", param=name, code="unsupported_parameter")
     return request
+
+
+def converted(model: type[Body], fields: Mapping[str, Any]) -> Body:
+    """Return the model of fields that were converted from another API's body. Raises InvalidRequest."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise invalid(error) from error
+
+
+def invalid(error: ValidationError) -> InvalidRequest:
+    """Return the error that a client gets for an invalid body: the first problem, with the field's path."""
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = ".".join(str(part) for part in problem["loc"]) or None
+    message = problem["msg"].removeprefix("Value error, ")
+    return InvalidRequest(f"{param}: {message}" if param else message, param=param)

@@ -86,7 +86,6 @@ async def _disconnected(receive: Receive) -> None:
 
 
 _JSON: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False)
-_DONE: Final = b"data: [DONE]\n\n"
 
 
 def encode(value: Any) -> bytes:
@@ -94,21 +93,24 @@ def encode(value: Any) -> bytes:
     return _JSON.encode(value).encode()
 
 
-def event(data: bytes) -> bytes:
-    """Return a server-sent event."""
-    return b"data: " + data + b"\n\n"
+def event(data: bytes, name: str = "") -> bytes:
+    """Return a server-sent event, which has the field `event` if it has a name."""
+    return (f"event: {name}\ndata: ".encode() if name else b"data: ") + data + b"\n\n"
 
 
 @dataclass(frozen=True)
 class EventSource:
     """Source of a stream's events, and the conditions that end it.
 
-    `more` returns the next events until `is_over`; events returned once it is over are sent with the stream's end.
+    `more` returns the next events until `is_over`; events returned once it is over are sent with `end`, the stream's
+    last bytes. `failure` returns the event of an error of `more`.
     The stream also ends when one of `aborts` is done. `close` is always awaited, possibly twice. `deadline_s()`
     (monotonic clock), which may move later, bounds a client that neither reads nor disconnects.
     """
 
     more: Callable[[], Awaitable[bytes]]
+    failure: Callable[[ApiError], bytes]
+    end: bytes
     is_over: Callable[[], bool]
     aborts: Sequence["asyncio.Future[None]"]
     close: Callable[[], Awaitable[None]]
@@ -164,8 +166,8 @@ class EventStreamResponse(Response):
                 events = await self._source.more()
         except ApiError as error:
             _log.warning("error sent in the stream: %s", error)
-            events = event(encode(error.body()))
+            events = self._source.failure(error)
         # Close before the last event, so that a client that has read it finds the request counted and all resources
         # released.
         await self._source.close()
-        await send({"type": "http.response.body", "body": events + _DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": events + self._source.end, "more_body": False})

@@ -45,6 +45,7 @@ SUBSTITUTES: Final[Mapping[str, str]] = {
     "--enable-auto-tool-choice": _SUPERFLUOUS.format(what="tools are always accepted"),
     "--tokenizer": _SUPERFLUOUS.format(what="the tokenizer is that of the model's folder"),
     "--disable-log-requests": _SUPERFLUOUS.format(what="requests are not logged"),
+    "--allowed-origins": "give --cors-origins, once for each origin",
     "--uvicorn-log-level": "give --log-level",
     "--seed": _SUPERFLUOUS.format(what="each request has a seed of its own"),
 }

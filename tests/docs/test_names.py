@@ -12,8 +12,9 @@ import pytest
 
 from conductor.policy.decisions import Reason
 from frontend.api import request_models, response_models
-from frontend.api.formats import CompletionFormatter, ResponseOptions
-from frontend.api.request_models import refused_fields, unsupported_field
+from frontend.api.formats import CompletionFormatter
+from frontend.api.formatter import ResponseOptions
+from frontend.api.request_models import ChatBody
 from frontend.output import OutputChunk
 from frontend.request import RequestStats
 from kvpool import PoolNodeConfig, node_metrics
@@ -179,5 +180,5 @@ def test_every_field_served_is_documented_and_no_other(page: Page, documented: F
 def test_every_field_refused_is_documented_and_no_other(page: Page) -> None:
     section = page("api.md").section("Refused by name")
     listed = {name for line in section.splitlines() if line.startswith("`") for name in re.findall(r"`(\w+)`", line)}
-    assert {name for name in listed if unsupported_field({name: object()}) is None} == set()
-    assert refused_fields().keys() - listed == set()
+    assert {name for name in listed if ChatBody.unsupported_field({name: object()}) is None} == set()
+    assert ChatBody.UNSUPPORTED.keys() - listed == set()

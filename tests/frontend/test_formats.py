@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.api.formats import ChatFormatter, CompletionFormatter, ResponseFormatter, ResponseOptions
+from frontend.api.formats import ChatFormatter, ChunkFormatter, CompletionFormatter
+from frontend.api.formatter import ResponseOptions
 from frontend.output import OutputChunk
 
 FORMATS = (CompletionFormatter, ChatFormatter)
 OPTIONS = (ResponseOptions(), ResponseOptions(include_usage=True, return_token_ids=True))
 
 
-def formatter(form: type[ResponseFormatter], options: ResponseOptions) -> ResponseFormatter:
+def formatter(form: type[ChunkFormatter], options: ResponseOptions) -> ChunkFormatter:
     request = SimpleNamespace(request_id='cmpl-"\0"', prompt_ids=np.arange(3))
     generation: Any = SimpleNamespace(request=request, leader=None, stats=SimpleNamespace(cached_tokens=0))
     return form([generation], 'a "\0" model', options)
@@ -28,7 +29,7 @@ def formatter(form: type[ResponseFormatter], options: ResponseOptions) -> Respon
 @pytest.mark.parametrize("options", OPTIONS)
 @given(text=st.text(), ids=st.lists(st.integers(0, 2**31 - 1), max_size=3))
 def test_an_event_between_the_first_and_the_last_holds_its_text_and_ids(
-    form: type[ResponseFormatter], options: ResponseOptions, text: str, ids: list[int]
+    form: type[ChunkFormatter], options: ResponseOptions, text: str, ids: list[int]
 ) -> None:
     made = formatter(form, options)
     made.events(0, OutputChunk((1,), "first"))

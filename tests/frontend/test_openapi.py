@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from frontend.api.request_models import refused_fields
+from frontend.api.request_models import ChatBody
 from moonpool_proto.v1 import worker_pb2
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -138,7 +138,7 @@ def test_bodies_that_are_taken_conform_and_refused_fields_do_not(check: Any) -> 
     check(everything, {"$ref": "#/components/schemas/ChatBody"})
     with pytest.raises(jsonschema.ValidationError):
         check({"prompt": []}, {"$ref": "#/components/schemas/CompletionBody"})
-    for name in refused_fields():
+    for name in ChatBody.UNSUPPORTED:
         wrong: dict[str, Any] = {"prompt": "a", "messages": USER, name: {"asks": "something"}}
         for body in ("CompletionBody", "ChatBody"):
             if name in ("tools", "tool_choice", "top_logprobs", "echo", "truncate_prompt_tokens"):
@@ -152,4 +152,5 @@ async def test_a_key_is_described_where_one_is_asked_for(start_front: Any) -> No
         described = json.loads((await front.get("/openapi.json"))[1])
     assert described["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
     asked = {path for path, item in described["paths"].items() if "security" in next(iter(item.values()))}
-    assert asked == {COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/models", "/v1/models/{name}"}
+    of_agents = {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
+    assert asked == {COMPLETIONS, CHAT, *of_agents, "/tokenize", "/detokenize", "/v1/models", "/v1/models/{name}"}

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its bodies, which become chats, and its responses."""
