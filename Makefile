@@ -61,7 +61,7 @@ help:
 	@echo "make chart   generated files of the deployment: schemas, the chart's table, golden renders"
 	@echo "make train   train the next bundled model, six stages of TRAIN_STEPS=$(TRAIN_STEPS), into .train/base6/model"
 	@echo "make bench   run every benchmark"
-	@echo "make clients the openai, aiperf, guidellm and lm-eval clients against a live cluster; installs them in .clients"
+	@echo "make clients the openai, anthropic, Open WebUI, aiperf, guidellm and lm-eval clients against a live cluster; installs them in .clients"
 	@echo "make compare 1 prefill + 1 decode worker against 2 aggregated ones, on the same trace and cores"
 	@echo "make soak-messenger  load and faults for the messenger, SOAK_SECONDS=$(SOAK_SECONDS), SOAK_SEED=N"
 	@echo "make soak-rdma  the same over real verbs, in a VM"

@@ -2,9 +2,10 @@
 
     python -m benchmarks.clients [--only aiperf,lm-eval] [--allow-missing] [--torch-index URL]
 
-Creates an environment for each tool under .clients/, starts `moonpool serve`, runs openai, aiperf, guidellm and
-lm-eval, and prints a table, which is also written to `clients-DATE.md` and `.json` in --results. Exit status: 0 if
-everything works and agrees, 1 if something does not or a tool could not be installed, 2 if the cluster did not start.
+Creates an environment for each tool under .clients/, starts `moonpool serve`, and runs openai, anthropic, Open WebUI's
+requests, aiperf, guidellm and lm-eval. The printed table is also written to `clients-DATE.md` and `.json` in --results.
+Exit status: 0 if everything works and agrees, 1 if something does not or a tool could not be installed, 2 if the
+cluster did not start.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from benchmarks.clients.context import Context
 from benchmarks.clients.environments import ROOT, Environment
 from benchmarks.clients.errors import ClusterFailed, ToolFailed, ToolMissing
 from benchmarks.clients.run_aiperf import run_aiperf
+from benchmarks.clients.run_anthropic import run_anthropic
 from benchmarks.clients.run_guidellm import run_guidellm
 from benchmarks.clients.run_lm_eval import run_lm_eval
+from benchmarks.clients.run_open_webui import ORIGIN, run_open_webui
 from benchmarks.clients.run_openai import run_openai
 
 BUNDLED = ROOT / "moonpool" / "data" / "model"
@@ -39,9 +42,21 @@ TOOLS: dict[str, Callable[[Context, Environment], list[Row]]] = {
     "guidellm": run_guidellm,
     "lm-eval": run_lm_eval,
 }
-CLIENTS = ("openai", *TOOLS)
+PACKAGES: dict[str, Callable[[Context], list[Row]]] = {  # installed beside Moonpool, or a client of our own
+    "openai": run_openai,
+    "anthropic": run_anthropic,
+    "open-webui": run_open_webui,
+}
+CLIENTS = (*PACKAGES, *TOOLS)
 # A large --max-queue, so that no request is rejected even on a slow machine.
-SERVE_FLAGS = ("--block-tokens=8", "--max-queue=600", "--pool-bytes=2GiB", "--prefill-nodes=1", "--decode-nodes=1")
+SERVE_FLAGS = (
+    f"--cors-origins={ORIGIN}",
+    "--block-tokens=8",
+    "--max-queue=600",
+    "--pool-bytes=2GiB",
+    "--prefill-nodes=1",
+    "--decode-nodes=1",
+)
 
 
 def main() -> int:
@@ -102,7 +117,9 @@ def _installed(name: str, home: Path, given: argparse.Namespace, rows: list[Row]
 def _run(name: str, context: Context, home: Path) -> list[Row]:
     """Return a client's rows; if it failed, a single row with the error."""
     try:
-        return run_openai(context) if name == "openai" else TOOLS[name](context, Environment(name, home / name))
+        if name in PACKAGES:
+            return PACKAGES[name](context)
+        return TOOLS[name](context, Environment(name, home / name))
     except (ToolFailed, ToolMissing, OSError, LookupError, TypeError) as error:
         print(error, file=sys.stderr)
         return [ClientCheck(name, "run", False, f"{type(error).__name__}: {error}".splitlines()[0])]
@@ -140,7 +157,9 @@ def _report(rows: Sequence[Row], folder: Path, clients: Sequence[str], loads: Se
 
 
 def _version(name: str) -> str:
-    return version("openai") if name == "openai" else Environment(name, Path()).version()
+    if name == "open-webui":
+        return "requests"
+    return version(name) if name in PACKAGES else Environment(name, Path()).version()
 
 
 if __name__ == "__main__":

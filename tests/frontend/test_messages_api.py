@@ -130,7 +130,7 @@ def test_a_body_becomes_the_chat_that_openais_api_would_be_sent() -> None:
     assert isinstance(converted.tool_choice, NamedTool)
     assert converted.tool_choice.name == "now"
     chat = converted.model_dump(exclude_none=True, by_alias=True, exclude={"tool_choice"})
-    assert chat["messages"][1]["tool_calls"][0]["function"] == {"name": "now", "arguments": '{"a":[1,"é"]}'}
+    assert chat["messages"][1]["tool_calls"][0]["function"] == {"name": "now", "arguments": '{"a": [1, "é"]}'}
     assert chat["messages"][2] == {
         "role": "tool",
         "tool_call_id": "c1",

@@ -274,8 +274,8 @@ def _cached(*blocks: TextBlock | ToolUseBlock | ToolResultBlock | AnthropicTool)
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:
-    # Without white space, as grammars let models write arguments, so that the history equals what was generated.
-    arguments = json.dumps(block.input, ensure_ascii=False, separators=(",", ":"))
+    # Spaced as grammars let models write arguments, so that the history equals what was generated.
+    arguments = json.dumps(block.input, ensure_ascii=False)
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
