@@ -67,6 +67,7 @@ def agents(
     model_path: Annotated[Path | None, options.model_path(_SERVER)] = None,
     model: Annotated[str, options.model(_SERVER)] = "",
     api_key: Annotated[str, options.api_key(_SERVER)] = "",
+    api_key_file: Annotated[str, options.api_key_file(_SERVER)] = "",
     request_timeout: Annotated[
         float, typer.Option(help="Timeout of a turn in seconds.", rich_help_panel=_SERVER)
     ] = 900.0,
@@ -85,7 +86,7 @@ def agents(
             out=out,
             model_path=model_path or bundled_model(),
             model=model,
-            api_key=api_key,
+            api_key=api_key_file or api_key,
             agents=_settings(
                 agents=agents,
                 turns=turns,

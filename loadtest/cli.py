@@ -82,6 +82,7 @@ def replay(
     model_path: Annotated[Path | None, options.model_path(_SENDING)] = None,
     model: Annotated[str, options.model(_SENDING)] = "",
     api_key: Annotated[str, options.api_key(_SENDING)] = "",
+    api_key_file: Annotated[str, options.api_key_file(_SENDING)] = "",
     seed: Annotated[int, typer.Option(help="Random seed of texts and sampling.", rich_help_panel=_SENDING)] = 0,
     sampled_fraction: Annotated[
         float,
@@ -156,7 +157,7 @@ def replay(
             out=out,
             model_path=model_path or bundled_model(),
             model=model,
-            api_key=api_key,
+            api_key=api_key_file or api_key,
             speed=speed,
             sample_families=sample_families,
             sample_seed=sample_seed,

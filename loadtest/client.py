@@ -6,6 +6,7 @@ A dialect defines the body and the parsing. It is picklable because it is passed
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -120,6 +121,11 @@ def cached_tokens_of(usage: dict[str, Any], prompt_tokens: int) -> int:
     return cached
 
 
+def session_id(name: str, cache_salt: str) -> str:
+    """Return the id that requests of a trace's session carry: a hash, since a name may be no header's value."""
+    return hashlib.blake2b(f"{cache_salt}\0{name}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
 _DONE = "[DONE]"
 _SHOWN_CHARS = 200
 
@@ -157,12 +163,15 @@ class CompletionClient:
         all attempts together.
         """
         body = self.body(request, cache_salt=cache_salt)
+        headers = self._headers
+        if request.session:
+            headers = {**(headers or {}), "x-session-id": session_id(request.session, cache_salt)}
         record.sent_s = self._clock()
         deadline_s = record.sent_s + self._timeout_s
         try:
             while True:
                 # aiohttp interprets a timeout of 0 as no timeout.
-                await self._send_once(request, record, body, max(deadline_s - self._clock(), 1e-3))
+                await self._send_once(request, record, body, headers, max(deadline_s - self._clock(), 1e-3))
                 wait_s = self._wait_s(record)
                 if wait_s is None or self._clock() + wait_s >= deadline_s:
                     return
@@ -179,12 +188,19 @@ class CompletionClient:
         body = self._dialect.body(request, model=self._server.model, cache_salt=cache_salt)
         return json.dumps(body, separators=(",", ":")).encode()
 
-    async def _send_once(self, request: PlannedRequest, record: RequestRecord, body: bytes, timeout_s: float) -> None:
+    async def _send_once(
+        self,
+        request: PlannedRequest,
+        record: RequestRecord,
+        body: bytes,
+        headers: Mapping[str, str] | None,
+        timeout_s: float,
+    ) -> None:
         record.attempts += 1
         url = self._server.base_url + self._dialect.path
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
-            async with self._session.post(url, data=body, headers=self._headers, timeout=timeout) as response:
+            async with self._session.post(url, data=body, headers=headers, timeout=timeout) as response:
                 if response.status != 200:
                     await self._refused(response, record)
                 else:

@@ -64,6 +64,7 @@ def dialogues(
     model_path: Annotated[Path | None, options.model_path(_SERVER)] = None,
     model: Annotated[str, options.model(_SERVER)] = "",
     api_key: Annotated[str, options.api_key(_SERVER)] = "",
+    api_key_file: Annotated[str, options.api_key_file(_SERVER)] = "",
     request_timeout: Annotated[
         float, typer.Option(help="Timeout of a turn in seconds.", rich_help_panel=_SERVER)
     ] = 300.0,
@@ -82,7 +83,7 @@ def dialogues(
             out=out,
             model_path=model_path or bundled_model(),
             model=model,
-            api_key=api_key,
+            api_key=api_key_file or api_key,
             dialogues=dialogues,
             turns=turns,
             total=total,

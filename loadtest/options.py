@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
 from loadtest.model_folder import parse_model_path
+from loadtest.secret_file import read_secret
 
 
 def one_key(context: typer.Context, parameter: typer.CallbackParam, given: str) -> str:
@@ -20,6 +22,14 @@ def one_key(context: typer.Context, parameter: typer.CallbackParam, given: str) 
     if source is None or source.name != "ENVIRONMENT":
         return given
     return next((key.strip() for key in given.split(",") if key.strip()), "")
+
+
+def key_in_file(text: str) -> str:
+    """Return the API key in a file: parser of `--api-key-file`."""
+    try:
+        return read_secret(Path(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 class EarlierFlags(TyperCommand):
@@ -88,5 +98,15 @@ def api_key(panel: str) -> Any:
         envvar="MOONPOOL_API_KEY",
         callback=one_key,
         help="API key, sent as bearer token; of several in the environment variable, the first is sent.",
+        rich_help_panel=panel,
+    )
+
+
+def api_key_file(panel: str) -> Any:
+    """str: the key"""
+    return typer.Option(
+        parser=key_in_file,
+        metavar="FILE",
+        help="File with the API key, in place of --api-key: other users can see a command line.",
         rich_help_panel=panel,
     )

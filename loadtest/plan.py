@@ -30,6 +30,7 @@ class PlannedRequest:
 
     `arrival_s`: seconds of trace time after the first request. `prompt`: int32 token ids, including BOS. `block_ids`:
     the trace's ids of the prompt's full blocks, each `tokens_per_block` tokens. `overlong`: the prompt was truncated.
+    `session`: name of its conversation in the trace; "" if it names none.
     """
 
     index: int
@@ -40,6 +41,7 @@ class PlannedRequest:
     temperature: float
     seed: int
     overlong: bool
+    session: str = ""
 
 
 def plan_requests(trace: Trace, book: TextBook, settings: PlanSettings) -> list[PlannedRequest]:
@@ -106,4 +108,5 @@ def _plan(row: TraceRow, trace_block: int, first_ms: int, book: TextBook, settin
         # 31 bits, which every OpenAI-compatible server accepts.
         seed=int.from_bytes(draw[:8], "little") >> 33,
         overlong=wanted_prompt + wanted_output > settings.max_model_len,
+        session=row.session,
     )

@@ -22,7 +22,7 @@ from loadtest.cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_INV
 from loadtest.config import MAX_SEND_LAG_S
 from loadtest.errors import ReplayError, SettingInvalid
 from loadtest.model_folder import parse_model_path
-from loadtest.options import URL_VARIABLE, one_key
+from loadtest.options import URL_VARIABLE, key_in_file, one_key
 from loadtest.report import finite
 
 LIST_FLAGS = ("--goodput", "--header", "--metadata")
@@ -143,6 +143,9 @@ def serve(
             _SERVER, "API key, sent as bearer token.", envvar=["OPENAI_API_KEY", "MOONPOOL_API_KEY"], callback=one_key
         ),
     ] = "",
+    api_key_file: Annotated[
+        str, _option(_SERVER, "File with the API key, in place of --api-key.", parser=key_in_file, metavar="FILE")
+    ] = "",
     header: Annotated[
         list[str] | None, _option(_SERVER, "Extra headers of every request.", metavar="KEY=VALUE ...")
     ] = None,
@@ -246,6 +249,7 @@ def serve(
     Example: moonpool bench serve --find-capacity --goodput ttft:1000 tpot:100 --random-input-len 256
     """
     given = dict(locals())
+    given["api_key"] = api_key_file or api_key
     console = None if disable_tqdm else Console()
     try:
         config = config_of(given)

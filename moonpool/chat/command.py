@@ -2,13 +2,11 @@
 
 import asyncio
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moonpool.cluster_view.locate import api_url
-from moonpool.commands.secret_file import read_secret
 from moonpool.errors import ChatFailed
 from moonpool.options import reported_errors
 
@@ -16,6 +14,12 @@ if TYPE_CHECKING:
     import aiohttp
 
 _ASK_S = 15.0
+
+
+def _key_in_file(text: str) -> str:
+    from loadtest.options import key_in_file
+
+    return key_in_file(text)
 
 
 def _one_key(context: typer.Context, parameter: typer.CallbackParam, given: str) -> str:
@@ -40,7 +44,9 @@ def chat(
             help="Bearer key; if the variable holds several, the first is sent.",
         ),
     ] = "",
-    api_key_file: Annotated[Path | None, typer.Option(help="File with the bearer key, in place of --api-key.")] = None,
+    api_key_file: Annotated[
+        str, typer.Option(parser=_key_in_file, metavar="FILE", help="File with the bearer key, in place of --api-key.")
+    ] = "",
     model: Annotated[str, typer.Option(help="Name of the model. Default: the first served.")] = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     temperature: Annotated[
@@ -76,8 +82,7 @@ def chat(
     view = ChatView(interactive=interactive, figures=interactive if figures is None else figures)
     options = AnswerOptions(temperature=temperature, max_tokens=max_tokens, seed=seed)
     with reported_errors(), asyncio.Runner() as runner:
-        api_key = api_key if api_key_file is None else read_secret(api_key_file)
-        session = runner.run(_open_session(api_key))
+        session = runner.run(_open_session(api_key_file or api_key))
         try:
             found = runner.run(discover(session, api_url(url), model=model, deadline_s=_ASK_S))
             if interactive:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from moonpool.cluster_view.locate import Located, locate
-from moonpool.commands.secret_file import read_secret
+from moonpool.errors import ConfigError
 
 WIDE = 200
 _KEY_VARIABLE = "MOONPOOL_API_KEY"
@@ -38,7 +38,12 @@ class ClusterArguments:
     def api_key(self, environ: Mapping[str, str] = os.environ) -> str:
         """Return the API key to send, "" if there is none. Raises ConfigError."""
         if self.api_key_file is not None:
-            return read_secret(self.api_key_file)
+            from loadtest.secret_file import read_secret
+
+            try:
+                return read_secret(self.api_key_file)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
         return next((key.strip() for key in environ.get(_KEY_VARIABLE, "").split(",") if key.strip()), "")
 
     def locate(self) -> Located:

@@ -45,6 +45,17 @@ def test_the_server_is_that_of_the_environment_unless_one_is_given(
     assert "http://127.0.0.1:1" in invoke(*flags, "--url", "http://127.0.0.1:1").output
 
 
+def test_the_key_is_read_from_a_file(invoke, serve, tmp_path: Path) -> None:
+    key, server = tmp_path / "key", serve(api_key="secret")
+    key.write_text("secret\n")
+    flags = ("conversation", "--url", server.url, "--out", tmp_path, "--limit", 5, "--speed", 2000, "--no-unloaded")
+    assert invoke(*flags, "--max-send-lag", 60, "--api-key-file", key).exit_code == 0
+    key.write_text("two words")
+    done = invoke(*flags, "--api-key-file", key)
+    assert done.exit_code == 2
+    assert "printable characters" in " ".join(done.output.replace("│", " ").split())
+
+
 def test_several_senders_report_as_one(invoke, serve, tmp_path: Path) -> None:
     server = serve()
     done = invoke(

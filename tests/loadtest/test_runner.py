@@ -397,6 +397,25 @@ def test_a_server_without_tokenize_is_used_with_a_notice(serve, replay) -> None:
     assert any("was not compared" in notice for notice in report.figures["notices"])
 
 
+def test_requests_of_a_session_of_the_trace_carry_its_id(serve, replay, tmp_path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": i, "input_length": 600, "output_length": 2, "hash_ids": [i, i + 9]} for i in range(4)]
+    for row, name in zip(rows, ["a", "b\n", "a", None], strict=True):
+        row |= {} if name is None else {"session": name}
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen: dict[str, set[str | None]] = {}
+
+    async def behave(server: Any, request: web.Request, body: Any) -> None:
+        seen.setdefault(str(body["prompt"]), set()).add(request.headers.get("x-session-id"))
+
+    server = serve(behave=behave)
+    replay(server.url, trace=str(trace), measure_unloaded=False, limit=4)
+    ids = [next(iter(found)) for found in seen.values()]
+    assert all(len(found) == 1 for found in seen.values())
+    assert sorted(ids.count(each) for each in set(ids)) == [1, 1, 2]
+    assert ids.count(None) == 1
+
+
 def test_a_missing_key_is_named(serve, replay) -> None:
     server = serve(api_key="secret")
     with pytest.raises(ServerUnusable, match=r"401.*--api-key"):

@@ -131,8 +131,9 @@ class HashSteps:
         before_layer: OnLayer | None = None,
     ) -> list[SampledToken | None]:
         """As StepRunner.run."""
-        if on_stall := running_process().objects.pop("on stall", []):
-            on_stall[0]()
+        if on_stall := running_process().objects.pop("on stall", {}):
+            for told in on_stall.values():
+                told()
             world().park()
         parts = [(s, s.num_computed, s.num_tokens) for s in decoding] + [(s, c.start, c.end) for s, c in chunks]
         tables = [self._table(*part) for part in parts]  # first: they may be replaced by longer ones meanwhile

@@ -2,15 +2,13 @@
 
 from pathlib import Path
 
-from moonpool.errors import ConfigError
-
 
 def read_secret(path: Path) -> str:
-    """Return the file's only line. Raises ConfigError, whose message does not contain the secret."""
+    """Return the file's only line. Raises ValueError, whose message does not contain the secret."""
     try:
         secret = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the secret in {path}: {error.__class__.__name__}") from error
+        raise ValueError(f"cannot read the secret in {path}: {error.__class__.__name__}") from error
     if not secret or not secret.isprintable() or " " in secret:
-        raise ConfigError(f"{path} must contain one line of printable characters without spaces")
+        raise ValueError(f"{path} must contain one line of printable characters without spaces")
     return secret
