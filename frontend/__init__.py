@@ -12,7 +12,8 @@ A request's path from HTTP to its tokens, in order:
 6. `generation.py`: for each attempt, place it (`attempts.py`, `conductor.py`), submit it and receive its tokens
    (`worker_streams.py`).
 7. `output.py`: tokens to text, stop strings, log-probabilities, reasoning (`reasoning/`).
-8. `api/formatter.py`, `api/formats.py` (with `tool_formats/`), `api/stream.py`: encode the response, whole or as server-sent events.
+8. `api/formatter.py`, `api/formats.py` (with `tool_formats/`), `api/stream.py`: encode the response, whole or as
+   server-sent events.
 9. `request_reports.py`: metrics, log and trace at the end; `next_turn.py`: the next prompt in advance, if asked for.
 
 `answer_format.py` selects the formats of a model's reasoning and tool calls when the frontend starts.

@@ -2,7 +2,9 @@
 
 Everything runs on one event loop, so there are no locks. A call is in `ConductorStream._queue` until it is written,
 then in `_sent` until its answer arrives or its caller gives up. When the stream breaks, calls in `_sent` fail; calls in
-`_queue` fail unless they wait for an unreachable conductor.
+`_queue` fail unless they wait for an unreachable conductor. Outcomes are owed: they are sent again, in order, until the
+conductor has answered, whether or not their callers still wait. A conductor that stood still would otherwise keep what
+it placed before. For a placement whose answer was lost, an outcome is owed, too.
 """
 
 import asyncio
@@ -41,6 +43,7 @@ _log = logging.getLogger(__name__)
 _WHAT: Final = "Conductor.Schedule"
 _CALLS_PER_MESSAGE: Final = 64
 _MESSAGE_NBYTES: Final = 1 << 20  # a message of this size gets no further call
+_MOST_OWED: Final = 4096  # outcomes kept for an unreachable conductor
 _ANSWERS_PER_ITERATION: Final = 16  # callers that are woken in one iteration of the event loop
 _FIRST_RECONNECT_PAUSE_S: Final = 0.05
 _LONGEST_RECONNECT_PAUSE_S: Final = 0.5
@@ -54,6 +57,16 @@ class _Call:
     waits: bool  # stays queued while the conductor is unreachable, until its caller gives up
     answer: "asyncio.Future[conductor_pb2.ConductorAnswer]"
     number: int = 0  # set when it is sent
+
+    @property
+    def is_owed(self) -> bool:
+        """True for the outcome of a request."""
+        return isinstance(self.request, conductor_pb2.CompleteRequest)
+
+    @property
+    def is_open(self) -> bool:
+        """True if it must be sent although it was not answered so far."""
+        return self.is_owed or not self.answer.done()
 
 
 class ConductorStream:
@@ -115,7 +128,8 @@ class ConductorStream:
         try:
             answer = await call(pending.answer, what=_WHAT, target=self.target, deadline_s=deadline_s)
         finally:
-            self._sent.pop(pending.number, None)
+            if not pending.is_owed:
+                self._sent.pop(pending.number, None)
         if answer.WhichOneof("answer") == "refused":
             raise CallRefused(answer.refused, what=_WHAT, target=self.target, code="INVALID_ARGUMENT")
         return answer
@@ -133,11 +147,13 @@ class ConductorStream:
                 _log.exception("the calls to %s broke", self.target)
                 failure = self._unavailable(repr(error))
             end_if_cancelled()
-            self._fail(self._sent.values(), failure)  # the conductor may or may not have carried them out
-            self._sent.clear()
+            owed = self._owed_after_break(failure)
             if not was_open.is_set():
                 self._fail([each for each in self._queue if not each.waits], failure)
-            self._queue = deque(each for each in self._queue if not each.answer.done())
+            self._queue = deque(each for each in (*owed, *self._queue) if each.is_open)
+            if self._is_refused:
+                self._queue = deque(each for each in self._queue if not each.answer.done())
+            self._drop_oldest()
             self._has_calls.set() if self._queue else self._has_calls.clear()
             if was_open.is_set() and self._queue:
                 pause_s = 0.0
@@ -146,6 +162,30 @@ class ConductorStream:
             else:
                 pause_s = min(2 * pause_s or _FIRST_RECONNECT_PAUSE_S, _LONGEST_RECONNECT_PAUSE_S)
                 await self._pause(pause_s)
+
+    def _owed_after_break(self, failure: ControlError) -> list[_Call]:
+        """Fail the placements that were sent and not answered; return the outcomes that are owed, in order.
+
+        The conductor may have carried out those placements, which nobody will use.
+        """
+        owed: list[_Call] = []
+        for each in self._sent.values():
+            request = each.request
+            if isinstance(request, conductor_pb2.ScheduleRequest):
+                self._fail([each], failure)
+                owed.append(_Call(retry_outcome(request), waits=True, answer=_abandoned()))
+            else:
+                owed.append(each)
+        self._sent.clear()
+        return owed
+
+    def _drop_oldest(self) -> None:
+        """Keep the number of owed outcomes within its bound."""
+        owed = [each for each in self._queue if each.is_owed]
+        if dropped := set(owed[:-_MOST_OWED]):
+            _log.warning("%d outcomes for %s are dropped: it cannot be reached", len(dropped), self.target)
+            self._queue = deque(each for each in self._queue if each not in dropped)
+            self._fail(dropped, self._unavailable("too many outcomes are waiting for it"))
 
     async def _pause(self, seconds: float) -> None:
         """Sleep for `seconds`, or until the next call arrives."""
@@ -197,11 +237,11 @@ class ConductorStream:
             return  # the reader detects the same end and reports it
 
     def _next_message(self) -> conductor_pb2.FrontendCalls:
-        """Return a message with the queued calls that fit; skip calls whose callers gave up."""
+        """Return a message with the queued calls that fit; skip placements whose callers gave up."""
         message, nbytes = conductor_pb2.FrontendCalls(), 0
         while self._queue and len(message.calls) < _CALLS_PER_MESSAGE and nbytes < _MESSAGE_NBYTES:
             pending = self._queue.popleft()
-            if pending.answer.done():
+            if not pending.is_open:
                 continue
             self._number = pending.number = self._number + 1
             self._sent[pending.number] = pending
@@ -223,11 +263,23 @@ class ConductorStream:
         return Unavailable(reason, what=_WHAT, target=self.target, code="UNAVAILABLE")
 
 
+def retry_outcome(request: conductor_pb2.ScheduleRequest) -> conductor_pb2.CompleteRequest:
+    """Return the outcome of an attempt whose placement is not used."""
+    return conductor_pb2.CompleteRequest(request_id=request.request_id, attempt=request.attempt, outcome="retry")
+
+
+def _abandoned() -> "asyncio.Future[conductor_pb2.ConductorAnswer]":
+    """Return the answer of a call for which nobody waits."""
+    answer: asyncio.Future[conductor_pb2.ConductorAnswer] = asyncio.get_running_loop().create_future()
+    answer.cancel()
+    return answer
+
+
 _CALL_S: Final = 5.0  # timeout of one call if there is one conductor
 _ONE_OF_SEVERAL_S: Final = 2.0  # timeout if another conductor can be asked instead
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
-_COMPLETE_S: Final = 15.0  # a conductor takes seconds to restart; a lost Complete does no lasting harm
+_COMPLETE_S: Final = 15.0  # longest wait for the answer: a conductor takes seconds to restart
 _RETRY_S: Final = 0.5  # the next attempt waits this long for delivery of the last attempt's end
 _MAX_TENANTS: Final = 1000  # maximum number sent with each Cluster call
 _AVOID_S: Final = 5.0  # a conductor that failed is not preferred for this long
@@ -301,7 +353,7 @@ class ConductorClient:
                     failure = error
                     if isinstance(error, ControlDeadlineExceeded) and not self._is_single:
                         # It may have placed the attempt, which another conductor places now.
-                        self._complete_in_background(_retry_outcome(request), [stream])
+                        self._complete_in_background(retry_outcome(request), [stream])
                     continue
                 if reply.WhichOneof("result") != "rejection":
                     return reply.placement, stream
@@ -320,9 +372,8 @@ class ConductorClient:
         """Report the outcome of a request or attempt to the conductor that placed it.
 
         Without a stream the outcome is sent to all conductors, because any may have placed the attempt. If a conductor
-        stays unreachable, the report is dropped with a warning: its own state is lost with it, and the others follow
-        the workers' reports. If another conductor can place the next attempt, that one waits only briefly for this
-        report.
+        stays unreachable, the caller waits no longer, and the outcome is sent once the conductor can be reached again.
+        If another conductor can place the next attempt, that one waits only briefly for this report.
         """
         streams = self._streams if stream is None else [stream]
         if request.outcome == "retry" and not self._is_single:
@@ -416,16 +467,12 @@ class ConductorClient:
         return tasks
 
 
-def _retry_outcome(request: conductor_pb2.ScheduleRequest) -> conductor_pb2.CompleteRequest:
-    return conductor_pb2.CompleteRequest(request_id=request.request_id, attempt=request.attempt, outcome="retry")
-
-
 async def _complete(request: conductor_pb2.CompleteRequest, stream: ConductorStream) -> None:
     logs.attempt(request.request_id, request.attempt)
     try:
         await stream.complete(request, deadline_s=_COMPLETE_S)
     except ControlError as error:
-        _log.warning("outcome %s not delivered: %s", request.outcome, error)
+        _log.warning("outcome %s not delivered so far: %s", request.outcome, error)
 
 
 async def _tracked(stream: ConductorStream, asking: Awaitable[T], *, is_patient: bool = True) -> T:

@@ -26,14 +26,18 @@ def guarantees() -> str:
     return "\n\n".join([_simulation(proven), *(_of_engine(engine, runs) for engine, runs in matrix.items())])
 
 
-def _simulation(proven: dict[str, Any]) -> str:
-    violated = ("lost", "wrong", "leaks", "late_writes")
-    names = ("schedules", "requests", "placed again", *violated, "mutants", "mutants_killed")
-    cells = [name for name in (*names, "median_schedules_to_kill") if name in proven]
-    row = [f"{proven[name]:,}" for name in cells]
-    return f"""**Simulation** ({proven["date"]} at {proven["commit"]}):
+def _simulation(proven: dict[str, dict[str, Any]]) -> str:
+    columns = {
+        "schedules": ("schedules", "requests", "placed again", "lost", "wrong", "leaks", "late_writes"),
+        "mutants": ("mutants", "mutants_killed", "median_schedules_to_kill"),
+    }
+    parts = [(proven[part], names) for part, names in columns.items() if part in proven]
+    when = "; ".join(f"{part} {proven[part]['date']} at {proven[part]['commit']}" for part in columns if part in proven)
+    heads = [name.replace("_", " ") for _, names in parts for name in names]
+    row = [f"{part[name]:,}" for part, names in parts for name in names]
+    return f"""**Simulation** ({when}):
 
-{table([name.replace("_", " ") for name in cells], [row])}"""
+{table(heads, [row])}"""
 
 
 def _of_engine(engine: str, runs: dict[str, Any]) -> str:

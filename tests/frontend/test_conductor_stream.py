@@ -19,6 +19,7 @@ class Conductor(conductor_pb2_grpc.ConductorServicer):
 
     def __init__(self, target: str) -> None:
         self.target = target
+        self.outcomes: list[tuple[str, str]] = []  # (request, outcome) of those that were answered
         self.messages: list[int] = []  # calls in each
         self.num_streams = 0
         self.before: Callable[[], Awaitable[None]] | None = None
@@ -44,6 +45,8 @@ class Conductor(conductor_pb2_grpc.ConductorServicer):
             answers = conductor_pb2.ConductorAnswers()
             for call in message.calls:
                 answers.answers.add(number=call.number, refused=call.schedule.request_id or call.complete.request_id)
+                if call.HasField("complete"):
+                    self.outcomes.append((call.complete.request_id, call.complete.outcome))
             await context.write(answers)
 
 
@@ -127,6 +130,32 @@ async def test_a_stream_that_breaks_fails_what_was_sent_and_the_next_call_opens_
     await conductor.start()
     assert await ask(line, "again") == "again"
     assert conductor.num_streams == 2
+
+
+async def test_outcomes_are_owed_to_a_conductor_that_stood_still_also_for_placements_whose_answer_was_lost(
+    conductor: Conductor, line: ConductorStream
+) -> None:
+    never, heard = asyncio.Event(), asyncio.Event()
+
+    async def silent() -> None:
+        heard.set()
+        await never.wait()
+
+    await conductor.start()
+    conductor.before = silent
+    done = conductor_pb2.CompleteRequest(request_id="ended", outcome="finished")
+    placing = asyncio.create_task(ask(line, "placed"))
+    await heard.wait()
+    with pytest.raises(ControlDeadlineExceeded):
+        await line.complete(done, deadline_s=0.01)  # its caller waits no longer
+    await conductor.stop()
+    assert await placing == "Unavailable"
+    conductor.before = None
+    await conductor.start()
+    assert await ask(line, "next") == "next"
+    assert conductor.outcomes == [("placed", "retry"), ("ended", "finished")]
+    assert await ask(line, "last") == "last"
+    assert len(conductor.outcomes) == 2, "once each"
 
 
 async def test_a_stream_that_breaks_is_opened_again_without_a_further_call(

@@ -1,6 +1,6 @@
 """Command line: run schedules, find which mutants they kill, replay a seed.
 
-    python -m tools.prove [--seconds S | --schedules N] [--first SEED] [--mutants]
+    python -m tools.prove [--seconds S | --schedules N] [--first SEED] [--mutants [only]]
     python -m tools.prove --replay SEED [--mutant FILE]
 
 The last line of output is JSON. The exit status is 1 if a schedule violates an invariant, or if a mutant survives.
@@ -41,27 +41,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="time for schedules without a number [%(default)s]")
     parser.add_argument("--first", type=int, default=0, help="first seed [%(default)s]")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="schedules at a time [%(default)s]")
-    parser.add_argument("--mutants", action="store_true", help="also find the mutants in tests/tools/prove/mutants")
+    parser.add_argument(
+        "--mutants",
+        nargs="?",
+        const="also",
+        choices=("also", "only"),
+        help="find the mutants in tests/tools/prove/mutants, too; only: run no other schedules",
+    )
     parser.add_argument("--mutant", type=Path, help="patch of the roles' source to run with")
     parser.add_argument("--replay", type=int, help="run one seed, and print its story")
-    parser.add_argument("--out", type=Path, help="file for the result, with date and commit, as JSON")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file for the results, each with date and commit; others in it stay"
+    )
     given = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     load(given.mutant.read_text(encoding="utf-8") if given.mutant is not None else "")
     if given.replay is not None:
         return _replay(given.replay)
-    result = _prove(
-        given.schedules, given.seconds, given.first, given.processes, stop_at_first=given.mutant is not None
-    )
+    parts: dict[str, dict[str, Any]] = {}
+    if given.mutants != "only":
+        stop_at_first = given.mutant is not None
+        parts["schedules"] = _prove(
+            given.schedules, given.seconds, given.first, given.processes, stop_at_first=stop_at_first
+        )
+        _record(given.out, parts)
     if given.mutants:
-        result |= _find_mutants(given.processes)
-    if given.out is not None:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        recorded = {"date": datetime.now(UTC).date().isoformat(), "commit": commit.stdout.strip(), **result}
-        given.out.write_text(json.dumps(recorded, indent=2) + "\n", encoding="utf-8")
+        parts["mutants"] = _find_mutants(given.processes)
+        _record(given.out, parts)
+    result = {name: value for part in parts.values() for name, value in part.items()}
     print(json.dumps(result))
     survived = result.get("mutants", 0) - result.get("mutants_killed", 0)
-    return 1 if result["failing_seeds"] or survived else 0
+    return 1 if result.get("failing_seeds") or survived else 0
+
+
+def _record(out: Path | None, parts: dict[str, dict[str, Any]]) -> None:
+    """Write the parts of the result into the file, in place of those that it has."""
+    if out is None:
+        return
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    head = {"date": datetime.now(UTC).date().isoformat(), "commit": commit.stdout.strip()}
+    recorded = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    recorded |= {name: {**head, **part} for name, part in parts.items()}
+    out.write_text(json.dumps(recorded, indent=2) + "\n", encoding="utf-8")
 
 
 def _replay(seed: int) -> int:
