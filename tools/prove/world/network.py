@@ -51,6 +51,11 @@ class End:
         self._ahead: dict[int, _Packet] = {}  # arrived before others that were sent earlier
         self._early: list[Any] = []
 
+    @property
+    def is_own(self) -> bool:
+        """True for a connection of a process with itself, such as a socket pair: faults of the network spare it."""
+        return self.process is self.peer.process
+
     def send(self, item: Any, nbytes: int) -> None:
         """Send an item; it is dropped silently if the connection is over."""
         if not self.is_closed and not self.ended:
@@ -140,7 +145,7 @@ class SimNetwork:
     def reset(self, host: str, other: str) -> None:
         """Break all connections between two hosts, as a firewall does that has lost its state."""
         for end in list(self.connections):
-            if (end.process.host, end.peer.process.host) in ((host, other), (other, host)):
+            if not end.is_own and (end.process.host, end.peer.process.host) in ((host, other), (other, host)):
                 end.fail(ConnectionResetError(104, "Connection reset by peer"))
 
     def kill_host(self, host: str) -> None:
@@ -184,7 +189,9 @@ class SimNetwork:
         """Connect to `address`, which is on `host`; `done` gets this side's End, or the error."""
         asked = _Dial(self, process, host, address, done)
         asked.timer = self.world.at(timeout_s, asked.time_is_over)
-        self._send(process.host, host, asked.arrive)
+        known = self._listeners.get(address)
+        is_own = known is not None and known[0] is process
+        self._send(process.host, host, asked.arrive, is_own=is_own)
 
     def close_all(self, process: ProcessState) -> None:
         """End the connections of a process that has died: its kernel resets them, unless the host is gone, too."""
@@ -206,7 +213,7 @@ class SimNetwork:
         end = packet.end
         source, target = end.process.host, end.peer.process.host
         way = source, target
-        if self._is_blocked(source, target) or self._held.get(way):
+        if not end.is_own and (self._is_blocked(source, target) or self._held.get(way)):
             self._hold(way, packet)
             return
         delay_ns = self._delay_ns(source, target, packet.nbytes)
@@ -216,7 +223,7 @@ class SimNetwork:
 
     def _arrive(self, packet: _Packet) -> None:
         end, peer = packet.end, packet.end.peer
-        if self._is_blocked(end.process.host, peer.process.host):
+        if not end.is_own and self._is_blocked(end.process.host, peer.process.host):
             self._hold((end.process.host, peer.process.host), packet)
             return
         end._ahead[packet.number] = packet
@@ -273,14 +280,14 @@ class SimNetwork:
             seconds += self.world.chance.uniform(0.0, 0.01)
         return int(seconds * slower * 1e9)
 
-    def _send(self, source: str, target: str, arrive: Callable[[], None]) -> None:
-        """Bring something that belongs to no connection; it is lost if the link is cut."""
+    def _send(self, source: str, target: str, arrive: Callable[[], None], *, is_own: bool = False) -> None:
+        """Bring something that belongs to no connection; it is lost if the link is cut, but within a process."""
 
         def arrived() -> None:
-            if not self._is_blocked(source, target):
+            if is_own or not self._is_blocked(source, target):
                 arrive()
 
-        if not self._is_blocked(source, target):
+        if is_own or not self._is_blocked(source, target):
             self.world.at(self._delay_ns(source, target, 64) / 1e9, arrived)
 
 
@@ -325,4 +332,4 @@ class _Dial:
 
         network.connections[theirs] = None
         on_connect(theirs)
-        network._send(*back, connected)
+        network._send(*back, connected, is_own=own.is_own)
