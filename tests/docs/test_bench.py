@@ -12,7 +12,7 @@ from loadtest.bench.config import BenchConfig
 from loadtest.bench.results import Saving, result_of
 from loadtest.bench.runner import BenchResult
 
-BENCH, CAPACITY = "Bench: any prompts, any server, any rate", "The rate that a server can bear"
+BENCH, CAPACITY = "Bench: any prompts, any server, any rate", "The highest rate that a server sustains"
 # Said of the run rather than found by it; documented with the flags.
 SETTINGS = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate"),
