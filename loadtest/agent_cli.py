@@ -67,7 +67,7 @@ def agents(
     model_path: Annotated[Path | None, options.model_path(_SERVER)] = None,
     model: Annotated[str, options.model(_SERVER)] = "",
     api_key: Annotated[str, options.api_key(_SERVER)] = "",
-    api_key_file: Annotated[str, options.api_key_file(_SERVER)] = "",
+    api_key_file: Annotated[str | None, options.api_key_file(_SERVER)] = None,
     request_timeout: Annotated[
         float, typer.Option(help="Timeout of a turn in seconds.", rich_help_panel=_SERVER)
     ] = 900.0,

@@ -82,7 +82,7 @@ def replay(
     model_path: Annotated[Path | None, options.model_path(_SENDING)] = None,
     model: Annotated[str, options.model(_SENDING)] = "",
     api_key: Annotated[str, options.api_key(_SENDING)] = "",
-    api_key_file: Annotated[str, options.api_key_file(_SENDING)] = "",
+    api_key_file: Annotated[str | None, options.api_key_file(_SENDING)] = None,
     seed: Annotated[int, typer.Option(help="Random seed of texts and sampling.", rich_help_panel=_SENDING)] = 0,
     sampled_fraction: Annotated[
         float,

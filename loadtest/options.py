@@ -103,7 +103,7 @@ def api_key(panel: str) -> Any:
 
 
 def api_key_file(panel: str) -> Any:
-    """str: the key"""
+    """str | None: the key"""
     return typer.Option(
         parser=key_in_file,
         metavar="FILE",

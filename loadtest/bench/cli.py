@@ -144,8 +144,9 @@ def serve(
         ),
     ] = "",
     api_key_file: Annotated[
-        str, _option(_SERVER, "File with the API key, in place of --api-key.", parser=key_in_file, metavar="FILE")
-    ] = "",
+        str | None,
+        _option(_SERVER, "File with the API key, in place of --api-key.", parser=key_in_file, metavar="FILE"),
+    ] = None,
     header: Annotated[
         list[str] | None, _option(_SERVER, "Extra headers of every request.", metavar="KEY=VALUE ...")
     ] = None,

@@ -45,8 +45,9 @@ def chat(
         ),
     ] = "",
     api_key_file: Annotated[
-        str, typer.Option(parser=_key_in_file, metavar="FILE", help="File with the bearer key, in place of --api-key.")
-    ] = "",
+        str | None,
+        typer.Option(parser=_key_in_file, metavar="FILE", help="File with the bearer key, in place of --api-key."),
+    ] = None,
     model: Annotated[str, typer.Option(help="Name of the model. Default: the first served.")] = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     temperature: Annotated[
