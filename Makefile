@@ -45,7 +45,7 @@ VLLM_PYTEST = NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/numba REQUIRE_VLLM=1 $(QUI
 .PHONY: help setup lock docs demo test test-nightly gpu-proof check static format proto chart train bench clients test-vllm compare test-rdma test-rdma-one soak-messenger soak-rdma fuzz chaos prove clean distclean
 
 help:
-	@echo "make demo    a whole cluster under a replayed trace, every token verified; writes out/demo/report.html"
+	@echo "make demo    a whole cluster under a replayed trace, its answers verified; writes out/demo/report.html"
 	@echo "make test    all checks and tests: what .ci/run runs"
 	@echo "make test-nightly  the tests that take long, with and without vLLM, 10,000 schedules of the simulation and every mutant; records all outcomes under tests/"
 	@echo "make gpu-proof  what is written for GPUs and needs one to be proven, and the engine's speed, in at most 20 minutes; status 3 without a GPU"

@@ -15,7 +15,7 @@ from loadtest.config import MAX_SEND_LAG_S, ReplayConfig
 from loadtest.errors import ReplayError
 from loadtest.report import print_report
 from loadtest.runner import run
-from traces import CONVERSATION, SAMPLING_SEED, TraceError
+from traces import BLOCK_TOKENS, CONVERSATION, SAMPLING_SEED, TraceError
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -24,6 +24,7 @@ EXIT_INTERRUPTED = 130
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
+_BUNDLED_BLOCK = 8  # tokens per block of a trace, so that prompts fit into the bundled model's context
 _SENDING, _SELECTING, _REPORT = "Sending", "Choosing requests", "Objectives and verification"
 
 
@@ -62,12 +63,13 @@ def replay(
         ),
     ] = 0.0,
     tokens_per_block: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="Tokens to send per 512-token block of the trace; scales prompts and outputs.",
+            help="Tokens to send per 512-token block of the trace; scales prompts and outputs. Default: 512 with "
+            "--model-path, 8 for the bundled model.",
             rich_help_panel=_SELECTING,
         ),
-    ] = 8,
+    ] = None,
     max_model_len: Annotated[
         int,
         typer.Option(
@@ -163,7 +165,7 @@ def replay(
             sample_seed=sample_seed,
             limit=limit,
             duration_s=duration,
-            tokens_per_block=tokens_per_block,
+            tokens_per_block=tokens_per_block or (_BUNDLED_BLOCK if model_path is None else BLOCK_TOKENS),
             max_model_len=max_model_len,
             seed=seed,
             sampled_fraction=sampled_fraction,

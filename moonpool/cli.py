@@ -29,7 +29,7 @@ Disaggregated prefill/decode LLM serving built around the KV cache.
 
   [cyan]moonpool chat[/cyan]    talk with it, from another terminal
 
-  [cyan]moonpool demo[/cyan]    a cluster under a replayed production trace, every token verified
+  [cyan]moonpool demo[/cyan]    a cluster under a replayed production trace, its answers verified
 """
 
 _SERVE_HELP = """
@@ -192,7 +192,7 @@ add_lazy(
     trace,
     "trace replay",
     LazyTarget("loadtest.cli"),
-    "Replay a production trace against a running server and report latencies; can verify every token.\n\n"
+    "Replay a production trace against a running server and report latencies; can verify the answers.\n\n"
     "[bold]moonpool trace replay conversation --sample-families 0.1 --speed 15 --verify --out out/replay[/bold]",
 )
 add_lazy(

@@ -49,7 +49,7 @@ def demo(
         float, typer.Option(min=0.001, max=1.0, help="Fraction of the trace's prefix families.")
     ] = 0.1,
 ) -> None:
-    """Run a small cluster of the bundled model under a replayed trace, verify every token, and plot the results.
+    """Run a small cluster of the bundled model under a replayed trace, verify its answers, and plot the results.
 
     It starts 1 prefill, 1 decode and 1 pool node with memory and SSD, and stops them at the end. Exits with 1 if a
     request failed or was rejected, a token was wrong, or the hit rate is too low. Uses 1 GiB in the report's folder, or

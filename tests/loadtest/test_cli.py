@@ -56,6 +56,19 @@ def test_the_key_is_read_from_a_file(invoke, serve, tmp_path: Path) -> None:
     assert "printable characters" in " ".join(done.output.replace("│", " ").split())
 
 
+@pytest.mark.parametrize(("flags", "tokens"), [((), 8), (("--tokens-per-block", 16), 16)])
+def test_lengths_are_scaled_for_the_bundled_model_only(
+    invoke, serve, tmp_path: Path, flags: tuple[object, ...], tokens: int
+) -> None:
+    url = serve().url
+    common = ("conversation", "--url", url, "--limit", 3, "--speed", 2000, "--no-unloaded", "--max-send-lag", 60)
+    assert invoke(*common, "--out", tmp_path / "scaled", *flags).exit_code == 0
+    own = invoke(*common, "--out", tmp_path / "own", "--model-path", bundled_model())
+    assert own.exit_code == 0, own.output
+    settings = [json.loads((tmp_path / name / "report.json").read_text())["settings"] for name in ("scaled", "own")]
+    assert [each["tokens_per_block"] for each in settings] == [tokens, 512]
+
+
 def test_several_senders_report_as_one(invoke, serve, tmp_path: Path) -> None:
     server = serve()
     done = invoke(

@@ -34,6 +34,7 @@ def test_the_client_replays_against_a_cluster_of_the_wheel(
             client_installed.with_name("moonpool-client"),
             *("trace", "replay", "conversation", "--limit", "20", "--speed", "20", "--no-unloaded"),
             *("--url", url, "--model-path", folder.stdout.strip(), "--out", str(tmp_path / "replay")),
+            *("--tokens-per-block", "8"),
             cwd=tmp_path,
         )
         assert replay.returncode == 0, replay.stdout + replay.stderr
