@@ -27,8 +27,8 @@ def test_every_link_leads_somewhere(pages: list[Any]) -> None:
 def test_a_dead_link_is_noticed(page: Callable[[str], Any]) -> None:
     slo = page("slo.md")
     anchors = {str(slo.path): slo.anchors()}
-    assert problem(slo, "#metrics", anchors) == ""
-    assert problem(slo, "#metrisc", anchors)
+    assert problem(slo, "#rejections", anchors) == ""
+    assert problem(slo, "#rejectoins", anchors)
     assert problem(slo, "nothing.md", anchors)
 
 

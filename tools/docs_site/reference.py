@@ -1,7 +1,8 @@
-"""Reference pages, generated from the code: options of commands, configuration, HTTP and values of the chart."""
+"""Reference pages, generated from the code: options of commands, configuration, HTTP, errors, values of the chart."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -80,11 +81,37 @@ def helm() -> str:
     return f"# Helm values\n\n[Kubernetes](../install.md) describes an installation.\n\n{values}\n"
 
 
+_ERRORS = (
+    *("frontend", "conductor", "worker", "kvpool", "messenger", "engine", "rpc"),
+    *("moonpool", "loadtest", "traces", "simulator", "telemetry"),
+)
+
+
+def errors() -> str:
+    """Return the named errors: those of the HTTP API with status and code, then those of each package."""
+    from frontend.errors import ApiError
+
+    parts = [
+        "# Errors",
+        "Every failure that Moonpool foresees has a named error, whose message says what was wrong, what was expected "
+        "and what to do. [The API](../api.md#errors) lists the codes that clients get; logs and commands use the names "
+        "below.",
+    ]
+    for package in _ERRORS:
+        module = importlib.import_module(f"{package}.errors")
+        found = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, Exception)]
+        own = [each for each in found if each.__module__ == module.__name__]
+        rows = [(f"`{each.__name__}`", _status(each, ApiError), _first(each)) for each in own]
+        parts += [f"## {package}", _table(("error", "HTTP", ""), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "reference/commands.md": commands,
     "reference/configuration.md": configuration,
     "reference/http.md": http,
     "reference/helm.md": helm,
+    "reference/errors.md": errors,
 }
 
 
@@ -113,6 +140,15 @@ def _kind(field: dict[str, Any]) -> str:
     if field.get("type") == "array":
         return f"list of {_kind(field.get('items', {}))}"
     return str(field.get("type", "any"))
+
+
+def _status(error: type[Exception], api: Any) -> str:
+    return f"{error.status} `{error.kind}`" if issubclass(error, api) else ""
+
+
+def _first(error: type[Exception]) -> str:
+    """Return the error's docstring as one line."""
+    return " ".join((inspect.getdoc(error) or "").split())
 
 
 def _paragraphs(text: str) -> str:
