@@ -268,8 +268,12 @@ class EngineLoop:
     def _take_commands(self) -> bool:
         self._await_grammars()
         with self._wake:
-            while not (self._closing or self._inbox or self._calls or self._can_prefill() or self._can_decode()):
-                self._wake.wait(_GRAMMAR_WAIT_S if any(s.waits_for_grammar for s in self._decoding) else None)
+            while True:
+                # Before `_can_decode`: a mask that comes between the two wakes nobody.
+                waits_for_mask = any(s.waits_for_grammar for s in self._decoding)
+                if self._closing or self._inbox or self._calls or self._can_prefill() or self._can_decode():
+                    break
+                self._wake.wait(_GRAMMAR_WAIT_S if waits_for_mask else None)
             while self._inbox:
                 sequence = self._inbox.popleft()
                 prefilling = sequence.num_computed < sequence.prompt_len

@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -30,6 +29,7 @@ from frontend.api.request_models import (
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
+    client_name,
     parse,
 )
 from frontend.api.responses.formatter import ResponsesFormatter
@@ -151,20 +151,15 @@ class _Routes:
     async def responses(self, http: Request) -> Response:
         def read(raw: bytes) -> tuple[ChatBody, FormatterFactory]:
             body = parse(ResponsesBody, raw)
-            with _renamed(ResponsesBody.CHAT_FIELDS):
-                return body.to_chat(), partial(ResponsesFormatter, body)
+            return body.to_chat(), partial(ResponsesFormatter, body)
 
-        async def prepare(preparer: Preparer, body: ChatBody, context: RequestContext) -> list[GenerationRequest]:
-            with _renamed(ResponsesBody.CHAT_FIELDS):
-                return await preparer.chat(body, context)
-
-        return await self._generate(http, read, prepare)
+        return await self._generate(http, read, _chat_of(ResponsesBody.CHAT_FIELDS))
 
     async def messages(self, http: Request) -> Response:
         def read(raw: bytes) -> tuple[ChatBody, FormatterFactory]:
             return parse(MessagesBody, raw).to_chat(), MessagesFormatter
 
-        return await self._generate(http, read, Preparer.chat)
+        return await self._generate(http, read, _chat_of(MessagesBody.CHAT_FIELDS))
 
     async def count_tokens(self, http: Request) -> Response:
         async def work(body: TokenizeBody, arrival: RequestContext) -> tuple[Response, int]:
@@ -356,14 +351,17 @@ async def _no_such_method(allowed: str, http: Request) -> Response:
     return response
 
 
-@contextmanager
-def _renamed(fields: Mapping[str, str]) -> Iterator[None]:
-    """Name the fields of invalid requests as the client does: `fields` are its names by those of chats."""
-    try:
-        yield
-    except InvalidRequest as error:
-        error.param = fields.get(error.param or "", error.param)
-        raise
+def _chat_of(fields: Mapping[str, str]) -> Prepare[ChatBody]:
+    """Return the preparation of chats that another API's bodies became, whose names of fields are given."""
+
+    async def prepare(preparer: Preparer, body: ChatBody, context: RequestContext) -> list[GenerationRequest]:
+        try:
+            return await preparer.chat(body, context)
+        except InvalidRequest as error:
+            error.param = client_name(error.param, fields)
+            raise
+
+    return prepare
 
 
 def _refusal(http: Request, error: ApiError) -> Response:

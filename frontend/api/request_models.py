@@ -504,12 +504,22 @@ def parse(model: type[Body], body: bytes) -> Body:
     return request
 
 
-def converted(model: type[Body], fields: Mapping[str, Any]) -> Body:
-    """Return the model of fields that were converted from another API's body. Raises InvalidRequest."""
+def converted(model: type[Body], fields: Mapping[str, Any], names: Mapping[str, str]) -> Body:
+    """Return the model of fields that were converted from another API's body. Raises InvalidRequest.
+
+    `names`: the other API's names of fields, by those of the model.
+    """
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        raise invalid(error) from error
+        refusal = invalid(error)
+        refusal.param = client_name(refusal.param, names)
+        raise refusal from error
+
+
+def client_name(param: str | None, names: Mapping[str, str]) -> str | None:
+    """Return a field as the client named it. Places inside a renamed field are left out, since they differ."""
+    return names.get((param or "").partition(".")[0], param)
 
 
 def invalid(error: ValidationError) -> InvalidRequest:

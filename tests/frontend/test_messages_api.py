@@ -242,6 +242,7 @@ async def test_a_key_is_sent_in_anthropics_header(start_front: Any, cluster: Any
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "requires a name"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "not supported"),
         ({"temperature": 1.5}, "temperature", "less than or equal to 1"),
+        ({"stop_sequences": [f"x{i}" for i in range(17)]}, "stop_sequences", "16"),
         (
             {
                 "messages": [

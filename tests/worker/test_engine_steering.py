@@ -301,3 +301,21 @@ def test_a_grammars_end_is_no_end_before_the_least_number_of_tokens(worker: Work
     worker.run(held, cut)
     assert (answer(held).index(END), held.finish) == (7, FINISH_STOP)
     assert (answer(cut).index(END), cut.finish) == (1, FINISH_STOP)
+
+
+def test_a_mask_that_comes_while_the_engine_goes_to_sleep_does_not_leave_it_asleep(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[float, int] = {}
+    is_ready = GrammarMatcher.is_ready
+
+    def late(matcher: GrammarMatcher, wait_s: float = 0.0) -> bool:
+        """Answer that the mask is missing three times, which is until the engine has found nothing to do."""
+        asked[matcher.asked_at] = asked.get(matcher.asked_at, 0) + 1
+        return asked[matcher.asked_at] > 3 and is_ready(matcher, 60.0)
+
+    monkeypatch.setattr(GrammarMatcher, "is_ready", late)
+    sequence = worker.sequence(PROMPT, grammar=GRAMMAR, stop_token_ids=[END])
+    worker.run(sequence)
+    assert sequence.finish == FINISH_STOP
+    assert max(asked.values()) > 3

@@ -177,6 +177,13 @@ class MessagesPrompt(RequestModel):
         "mcp_servers": ([],),
         "prefill": (),
     }
+    CHAT_FIELDS: ClassVar[Mapping[str, str]] = {
+        "messages": "messages",
+        "reasoning_effort": "thinking",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+    }
+    """Names of its fields by those of the chat's."""
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=16384, fail_fast=True)]
     system: Texts | None = None
@@ -208,7 +215,7 @@ class MessagesPrompt(RequestModel):
 
     def to_tokenize(self) -> TokenizeBody:
         """Return the body that counts the prompt's tokens. Raises InvalidRequest."""
-        return converted(TokenizeBody, self.rendering())
+        return converted(TokenizeBody, self.rendering(), self.CHAT_FIELDS)
 
     def _effort(self) -> str | None:
         if self.thinking is not None and self.thinking.type == "disabled":
@@ -258,7 +265,7 @@ class MessagesBody(MessagesPrompt):
         if (choice := self.tool_choice) is not None:
             fields["tool_choice"] = _choice(choice)
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-        return converted(MessagesChat, fields)
+        return converted(MessagesChat, fields, self.CHAT_FIELDS)
 
 
 def _parts(blocks: Sequence[TextBlock]) -> list[dict[str, Any]]:

@@ -248,7 +248,7 @@ class ResponsesBody(RequestModel):
             fields["response_format"] = {"type": form.type}
             if form.type == "json_schema":
                 fields["response_format"]["json_schema"] = {"name": form.name, "schema": form.schema_}
-        return converted(ResponsesChat, fields)
+        return converted(ResponsesChat, fields, self.CHAT_FIELDS)
 
 
 def _messages(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
