@@ -134,7 +134,7 @@ async def test_many_values_are_refused_before_they_are_parsed(front: Any, monkey
     def never(*_: Any) -> None:
         raise AssertionError("parsed")
 
-    monkeypatch.setattr("frontend.api.body.parse", never)
+    monkeypatch.setattr("frontend.api.app.parse", never)
     for raw in (
         b'{"prompt":[' + b"1," * (7 * MIB) + b"1]}",
         b'{"prompt":"a","x":[' + b"{}," * (5 * MIB) + b"1]}",
