@@ -374,7 +374,7 @@ chunks, in one step while the KV arrives. *All layers first* is the load of earl
 
 {table(header, [columns(*cell) for cell in cells])}
 
-The largest ratio to the bound is {number(result["worst_over_max"])}, and {number(result["worst_over_longer"])} to the longer time alone; the aim is 1.15. The rest is leases, the reservation, the hand-over, and digests on the cores that the
+The largest ratio to the bound is {number(result["worst_over_max"])}, and {number(result["worst_over_longer"])} to the longer time alone; the aim is 1.15. The rest is leases, the reservation, the hand-off, and digests on the cores that the
 nodes share. On a prefill node up to eight chunks of a prompt overlap with its load, but no more tokens than are reused; on a node that decodes, one chunk does, since a decoding sequence
 that joins waits for the end of the step. Placement still predicts the sum of load and computation, an upper bound ([costs](costs.md)).
 
