@@ -86,6 +86,7 @@ def tenant_samples(policy: Conductor) -> Iterator[conductor_pb2.Sample]:
     for model, account, live in policy.tenants():
         labels, used = {"model_name": model, "tenant": account.name}, account.used
         yield sample("tenant_uncached_tokens_total", used.uncached_tokens, **labels)
+        yield sample("tenant_cached_tokens_total", used.cached_tokens, **labels)
         yield sample("tenant_generated_tokens_total", used.generated_tokens, **labels)
         yield sample("tenant_kv_block_seconds_total", used.kv_block_s, **labels)
         yield sample("tenant_requests", live, **labels)

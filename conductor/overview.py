@@ -3,12 +3,13 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, Final
 
 from conductor.core import Core
 from conductor.policy import history
 from conductor.policy.events import NS
-from conductor.policy.history import JudgedRequest
+from conductor.policy.history import JudgedRequest, RefusedRequest, SessionTurns
 from conductor.policy.objectives import objective_text
 from conductor.registry import Registry
 from conductor.slo import SloKeeper
@@ -16,6 +17,9 @@ from conductor.slo import SloKeeper
 __all__ = ["overview", "request_to_json"]
 
 _NEWEST: Final = 60  # requests
+_SESSIONS: Final = 30
+_TURNS: Final = 12  # of a session
+_MOST_ACCOUNTS: Final = 200  # models times tenants
 _HOTTEST: Final = 10  # prefixes
 _MOST_OBJECTIVES: Final = 200  # models times classes
 
@@ -64,7 +68,11 @@ def overview(
             if one.number >= first_slice
         ],
         "requests": [request_to_json(request, now_ns, now_s) for request in past.newest(_NEWEST)],
+        "refused": [_refused_to_json(request, now_ns, now_s) for request in past.refused()],
+        "decided": past.num_decided,
         "remembered": len(past),
+        "sessions": [_session_to_json(session, now_ns, now_s) for session in past.sessions(_SESSIONS)],
+        "tenants": list(_tenants(core)),
         "hottest": [
             {"key": f"{hot.key & (1 << 64) - 1:016x}", "uses": hot.uses, "blocks": hot.blocks}
             for hot in past.hottest(_HOTTEST)
@@ -100,12 +108,78 @@ def request_to_json(request: JudgedRequest, now_ns: int, now_s: float) -> dict[s
         "tbt_s": request.tbt_s or None,
         "generated": request.generated,
         "cached_tokens": request.cached_tokens,
+        "session": _hash_text(request.session),
         "ended_after_s": (request.ended_ns - request.at_ns) / NS if request.ended_ns else None,
         "marks": [
             {"phase": mark.phase, "node": mark.node_id, "after_s": (mark.at_ns - request.at_ns) / NS}
             for mark in request.marks
         ],
     }
+
+
+def _refused_to_json(request: RefusedRequest, now_ns: int, now_s: float) -> dict[str, Any]:
+    """Convert a request without predictions to JSON, with the fields of `request_to_json` that it has."""
+    return {
+        "request_id": request.request_id,
+        "at_s": now_s - (now_ns - request.at_ns) / NS,
+        "model": request.model,
+        "tenant": request.tenant,
+        "slo_class": request.slo_class,
+        "prompt_tokens": request.prompt_tokens,
+        "outcome": "rejected",
+        "reason": request.reason,
+    }
+
+
+def _session_to_json(session: SessionTurns, now_ns: int, now_s: float) -> dict[str, Any]:
+    """Convert a session's latest turns to JSON, oldest first. Ids are hexadecimal; "" is none."""
+    turns = list(session.requests.values())
+    last = turns[-1]
+    return {
+        "session": _hash_text(session.session),
+        "parent": _hash_text(last.parent_session),
+        "tenant": last.tenant,
+        "first_at_s": now_s - (now_ns - session.first_ns) / NS,
+        "num_turns": session.num_turns,
+        "turns": [
+            {
+                "request_id": turn.request_id,
+                "at_s": now_s - (now_ns - turn.at_ns) / NS,
+                "model": turn.model,
+                "outcome": turn.outcome,
+                "reason": turn.rejection or turn.lost_to,
+                "prefill": turn.prefill,
+                "prompt_tokens": turn.prompt_tokens,
+                "reused_tokens": turn.cached_tokens if turn.outcome == "finished" else turn.reused_tokens,
+                "generated": turn.generated,
+                "ttft_s": turn.ttft_s or None,
+                "ended_after_s": (turn.ended_ns - turn.at_ns) / NS if turn.ended_ns else None,
+                "pause_s": turn.pause_s,
+                "lifetime_s": turn.lifetime_s,
+            }
+            for turn in turns[-_TURNS:]
+        ],
+    }
+
+
+def _tenants(core: Core) -> Iterator[dict[str, Any]]:
+    """Yield usage per model and tenant; `account` identifies the tenant in the answers of pool nodes."""
+    for model, account, live in islice(core.policy.tenants(), _MOST_ACCOUNTS):
+        yield {
+            "model": model,
+            "tenant": account.name,
+            "account": account.token,
+            "requests": live,
+            "computed_tokens": account.used.uncached_tokens,
+            "reused_tokens": account.used.cached_tokens,
+            "generated_tokens": account.used.generated_tokens,
+            "kv_block_s": account.used.kv_block_s,
+        }
+
+
+def _hash_text(number: int) -> str:
+    """Return a 64-bit hash in hexadecimal, or "" for 0: JavaScript's numbers have too few digits."""
+    return f"{number:016x}" if number else ""
 
 
 def _objectives(core: Core) -> Iterator[dict[str, Any]]:

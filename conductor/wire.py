@@ -138,7 +138,7 @@ def request_arrived(
     match_key by pool node that received blocks by a Copy; `own`: leading blocks in workers' own memory; `siblings`:
     those of other models that the model may reuse.
     """
-    found, match_key, waited_s = NO_MATCHES, 0, request.waited_s
+    found, match_key, waited_s, hints = NO_MATCHES, 0, request.waited_s, request.hints
     if matches is not None and (longest := matches.longest):
         held = matches.held
         found = PoolMatches(matches.roster, held[0], held[1], replicas)
@@ -166,9 +166,11 @@ def request_arrived(
         allowed_classes=tuple(allowed) if (allowed := request.allowed_classes) else (),
         in_workers=in_workers,
         previous_tokens=request.previous_tokens,
-        expected_tokens=request.hints.expected_output_tokens if request.HasField("hints") else 0,
+        expected_tokens=hints.expected_output_tokens,
         session=request.session.id,
         parent_session=request.session.parent_id,
+        pause_s=hints.pause_s,
+        lifetime_s=hints.lifetime_s,
         window_tokens=request.window_tokens,
         siblings=siblings,
     )

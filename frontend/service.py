@@ -18,6 +18,7 @@ from frontend.cluster import ClusterWatch
 from frontend.conductor import ConductorClient
 from frontend.config import FrontendConfig, ServedModelConfig
 from frontend.console.actions import ConsoleActions
+from frontend.console.pool_contents import PoolContents
 from frontend.console.watch import ConsoleWatch
 from frontend.errors import ModelNotServed, ServiceUnavailable
 from frontend.event_loop import LoopThrottle, WorkThreads
@@ -185,6 +186,7 @@ class Service:
             ]
         )
         self.console = ConsoleWatch(self.conductor, self.cluster, self._about)
+        self.console_pool = PoolContents(self.cluster, config.node_id)
         self.console_actions = ConsoleActions(self.conductor)
         self._warming: asyncio.TimerHandle | None = None
         self._memory = RecentRequests()
@@ -314,6 +316,7 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.console.close()
+        await self.console_pool.close()
         await self.cluster.close()
         await self.conductor.close()
         await self.loop_watch.close()

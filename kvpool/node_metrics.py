@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from kvpool.policy.records import DRAM, SSD
 from kvpool.ssd_tier import SsdState
 
 if TYPE_CHECKING:
     from kvpool.node import PoolNode
 
 
+_TIERS: Final = {"dram": DRAM, "ssd": SSD}
+_MAX_TENANTS: Final = 100  # with retained prefixes, in the answer to State
+
+
 def state(node: PoolNode) -> dict[str, Any]:
     """Return the node's contents and counters as JSON-compatible data, for the State call."""
     store = node.core.store
     namespaces = {
-        kv_namespace.hex(): {"blocks": count, "spec": spec.to_json()}
-        for kv_namespace, count in store.namespaces.num_blocks.items()
-        if (spec := store.namespaces.spec_of(kv_namespace)) is not None
+        held.kv_namespace.hex(): {
+            "blocks": held.num_blocks,
+            "spec": held.spec.to_json(),
+            "tiers": {
+                name: {"blocks": held.copies_in(tier), "used_bytes": held.used_nbytes[tier]}
+                for name, tier in _TIERS.items()
+            },
+        }
+        for held in store.namespaces.in_use()
     }
     leases = Counter(lease.owner for lease in node.core.leases.values())
     puts = Counter(put.owner for put in node.core.puts.values())
@@ -44,6 +56,13 @@ def state(node: PoolNode) -> dict[str, Any]:
         "ssd": None if node.ssd is None else node.ssd.describe(),
         "event_seq": node.core.log.seq,
         "namespaces": namespaces,
+        "retained": {
+            name: [
+                {"account": account, "prefixes": number, "bytes": nbytes}
+                for account, number, nbytes in node.core.retained(time.monotonic_ns(), tier)[:_MAX_TENANTS]
+            ]
+            for name, tier in _TIERS.items()
+        },
         "owners": {name: {"leases": leases[name], "puts": puts[name]} for name in sorted(leases | puts)},
         "counts": counts(node),
         "counters": counters(node),

@@ -26,6 +26,7 @@ CONDUCTOR_METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "replication_saved_seconds_total": ("Predicted TTFT saved by replicas of hot prefixes, in seconds.", ()),
     "replication_spent_seconds_total": ("Seconds spent copying prefixes between pool nodes.", ()),
     "tenant_uncached_tokens_total": ("Prompt tokens computed for completed requests.", ("model_name", "tenant")),
+    "tenant_cached_tokens_total": ("Prompt tokens reused for completed requests.", ("model_name", "tenant")),
     "tenant_generated_tokens_total": ("Tokens generated for completed requests.", ("model_name", "tenant")),
     "tenant_kv_block_seconds_total": (
         "KV block-seconds held on decode nodes by completed requests.",

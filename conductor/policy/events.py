@@ -321,6 +321,8 @@ class RequestArrived:
     expected_tokens: int = 0  # of its whole answer, as its client expects; 0: the client does not say
     session: int = 0  # hash of its session's id and its tenant; 0: it has none
     parent_session: int = 0  # likewise, of the session that started its session
+    pause_s: float = 0.0  # until the next request of its session, as its client expects; 0: unknown
+    lifetime_s: float = 0.0  # for which pools should retain its KV; 0: its client announces no further request
     window_tokens: int = 0  # most tokens whose KV it holds at once; 0: that of all
     siblings: tuple[SiblingMatch, ...] = ()  # KV of other models that its model may reuse
 
@@ -514,13 +516,15 @@ def _arrival(event: RequestArrived) -> RequestArrived:
         and 0 <= event.expected_tokens <= MOST_TOKENS
         and 0 <= event.session <= _MOST_HASH
         and 0 <= event.parent_session <= _MOST_HASH
+        and 0 <= event.pause_s < MOST_S
+        and 0 <= event.lifetime_s < MOST_S
     ):
         return event
     counts = {"max_new_tokens": MOST_TOKENS, "previous_tokens": MOST_TOKENS, "expected_tokens": MOST_TOKENS}
     counts |= {"session": _MOST_HASH, "parent_session": _MOST_HASH}
     prompt_tokens = min(max(1, event.prompt_tokens), MOST_TOKENS)
     return replace(
-        _within(event, counts, ("ttft_objective_s", "tbt_objective_s", "waited_s")),
+        _within(event, counts, ("ttft_objective_s", "tbt_objective_s", "waited_s", "pause_s", "lifetime_s")),
         prompt_tokens=prompt_tokens,
         generated=min(max(0, event.generated), prompt_tokens - 1),
         priority=min(max(-_MOST_PRIORITY, event.priority), _MOST_PRIORITY),

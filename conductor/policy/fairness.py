@@ -46,12 +46,14 @@ class Usage:
     """Resources used by a tenant's ended requests."""
 
     uncached_tokens: int = 0  # prompt tokens that had to be computed
+    cached_tokens: int = 0  # prompt tokens whose KV was reused
     generated_tokens: int = 0
     kv_block_s: float = 0.0  # blocks of KV times the seconds for which they were held on the decode node
 
     def add(self, other: "Usage") -> None:
         """Add another usage to this one."""
         self.uncached_tokens += other.uncached_tokens
+        self.cached_tokens += other.cached_tokens
         self.generated_tokens += other.generated_tokens
         self.kv_block_s += other.kv_block_s
 
@@ -258,9 +260,10 @@ class Charge:
         self.is_over = True
         tokens = max(0, generated - self.generated)
         reused = self.reused_tokens if cached_tokens is None else cached_tokens
-        used = Usage(0, tokens, self.num_blocks * self._held_s(now_ns))
+        used = Usage(generated_tokens=tokens, kv_block_s=self.num_blocks * self._held_s(now_ns))
         if tokens and not is_lost:
             used.uncached_tokens = max(0, self.prompt_tokens - reused)
+            used.cached_tokens = min(reused, self.prompt_tokens)
         prompt = self.prompt_tokens, reused, self.window_tokens
         computed = self.prices.prefill_s(*prompt) if used.uncached_tokens else 0.0
         context = self._mean_context(tokens)

@@ -28,8 +28,10 @@ __all__ = [
     "PhaseMark",
     "Predicted",
     "PredictionErrors",
+    "RefusedRequest",
     "RequestHistory",
     "Result",
+    "SessionTurns",
     "TimeSlice",
     "TrafficCounts",
     "TrafficStatistics",
@@ -150,6 +152,7 @@ def _short(seconds: float) -> float:
 
 
 MAX_REMEMBERED: Final = 4096
+_MAX_REFUSED: Final = 64
 _MAX_MARKS: Final = 24  # of one request: a few attempts' phases
 _MAX_NAME: Final = 200  # characters kept of names that clients choose
 
@@ -198,6 +201,33 @@ class JudgedRequest:
     cached_tokens: int = 0
     marks: list[PhaseMark] = field(default_factory=list)
     match_key: int = 0  # key of its longest prefix in the pool; 0: none
+    session: int = 0  # hash of its session's id and its tenant; 0: none
+    parent_session: int = 0  # likewise, of the session that started its session
+    pause_s: float = 0.0  # until the session's next request, as announced; 0: unknown
+    lifetime_s: float = 0.0  # for which its KV was to be retained; 0: nothing was announced
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedRequest:
+    """Request that was rejected before its placement was planned, so that nothing was predicted for it."""
+
+    request_id: str
+    at_ns: int
+    model: str
+    tenant: str
+    slo_class: str  # as requested; "": none
+    prompt_tokens: int
+    reason: Reason
+
+
+@dataclass(slots=True)
+class SessionTurns:
+    """Remembered requests of one session by id, oldest first."""
+
+    session: int
+    first_ns: int  # arrival of its first request, remembered or not
+    num_turns: int = 0  # remembered or not
+    requests: dict[str, JudgedRequest] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +240,17 @@ class HotPrefix:
 
 
 class RequestHistory:
-    """The last `MAX_REMEMBERED` requests by id, oldest first; a new request replaces an older one of the same id."""
+    """The last `MAX_REMEMBERED` requests by id, oldest first; a new request replaces an older one of the same id.
+
+    Sessions are known as long as one of their requests is remembered.
+    """
 
     def __init__(self) -> None:
         self.traffic = TrafficStatistics()
         self.num_forgotten = 0
+        self.num_decided = 0  # requests, by the decision on their first attempt
+        self._refused: deque[RefusedRequest] = deque(maxlen=_MAX_REFUSED)
+        self._sessions: dict[int, SessionTurns] = {}  # least recently used first
         self._requests: dict[str, JudgedRequest] = {}
         self._uses: Counter[int] = Counter()  # by match_key, of the remembered requests
         self._prefixes: dict[int, int] = {}  # length in blocks, by match_key
@@ -233,8 +269,23 @@ class RequestHistory:
         """Return the latest `count` requests, newest first."""
         return list(islice(reversed(self._requests.values()), count))
 
+    def sessions(self, count: int) -> list[SessionTurns]:
+        """Return the `count` sessions with the latest requests, latest first."""
+        return list(islice(reversed(self._sessions.values()), count))
+
+    def refused(self) -> list[RefusedRequest]:
+        """Return the latest requests that were rejected before their placement was planned, newest first."""
+        return list(reversed(self._refused))
+
+    def refuse(self, request: RefusedRequest) -> None:
+        """Record the rejection of a first attempt for which no placement could be planned."""
+        self.num_decided += 1
+        self._refused.append(request)
+
     def judged(self, request: JudgedRequest, *, shared_blocks: int) -> None:
         """Record the admission or rejection of a first attempt; `shared_blocks` is the length of its pool prefix."""
+        self.num_decided += 1
+        self._add_turn(request)
         self._forget(self._requests.pop(request.request_id, None))
         if key := request.match_key:
             self._uses[key] += 1
@@ -285,8 +336,24 @@ class RequestHistory:
         """Return the `count` prefixes that most of the remembered requests share."""
         return [HotPrefix(key, uses, self._prefixes[key]) for key, uses in self._uses.most_common(count)]
 
+    def _add_turn(self, request: JudgedRequest) -> None:
+        if not request.session:
+            return
+        turns = self._sessions.pop(request.session, None) or SessionTurns(request.session, request.at_ns)
+        self._sessions[request.session] = turns
+        # A frontend repeats a rejected request under the same id: that is not another turn.
+        turns.num_turns += turns.requests.pop(request.request_id, None) is None
+        turns.requests[request.request_id] = request
+
     def _forget(self, gone: JudgedRequest | None) -> None:
-        if gone is None or not gone.match_key:
+        if gone is None:
+            return
+        turns = self._sessions.get(gone.session)
+        if turns is not None and turns.requests.get(gone.request_id) is gone:
+            del turns.requests[gone.request_id]
+            if not turns.requests:
+                del self._sessions[gone.session]
+        if not gone.match_key:
             return
         self._uses[gone.match_key] -= 1
         if not self._uses[gone.match_key]:

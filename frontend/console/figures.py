@@ -116,6 +116,8 @@ def quantile_s(counted: Mapping[float, int], share: float) -> float | None:
 
 
 _NEWEST: Final = 100  # number of recent requests, over all conductors
+_SESSIONS: Final = 40  # over all conductors
+_TURNS: Final = 12  # of a session
 
 
 def cluster_figures(reply: conductor_pb2.ClusterReply, overviews: Sequence[Json]) -> dict[str, Any]:
@@ -132,7 +134,7 @@ def past_figures(overviews: Sequence[Json], now_s: float) -> dict[str, Any]:
     """Return the figures of the last minutes over all conductors; the objectives are the first conductor's."""
     slices = merged_slices(overviews)
     first: Json = overviews[0] if overviews else {}
-    requests = [request for overview in overviews for request in overview["requests"]]
+    requests = [one for overview in overviews for one in (*overview["requests"], *overview.get("refused", ()))]
     hot: Counter[tuple[str, int]] = Counter()
     for overview in overviews:
         hot.update({(each["key"], each["blocks"]): each["uses"] for each in overview["hottest"]})
@@ -142,10 +144,44 @@ def past_figures(overviews: Sequence[Json], now_s: float) -> dict[str, Any]:
         "window": window(slices),
         "objectives": first.get("objectives", []),
         "slo": first.get("slo"),
-        "requests": sorted(requests, key=lambda one: -float(one["at_s"]))[:_NEWEST],
+        "requests": sorted(requests, key=lambda one: -_at_s(one))[:_NEWEST],
+        "sessions": merged_sessions(overviews),
+        "tenants": tenant_usage(overviews),
         "hottest": [{"key": key, "blocks": blocks, "uses": uses} for (key, blocks), uses in hot.most_common(10)],
         "now_s": now_s,
     }
+
+
+def merged_sessions(overviews: Sequence[Json]) -> list[dict[str, Any]]:
+    """Return the sessions with the latest requests over all conductors, any of which may have placed their turns."""
+    found: dict[str, dict[str, Any]] = {}
+    for each in (session for overview in overviews for session in overview.get("sessions", ())):
+        known = found.get(each["session"])
+        if known is None:
+            found[each["session"]] = dict(each)
+            continue
+        known["parent"] = known["parent"] or each["parent"]
+        known["first_at_s"] = min(known["first_at_s"], each["first_at_s"])
+        known["num_turns"] += each["num_turns"]
+        known["turns"] = sorted([*known["turns"], *each["turns"]], key=_at_s)[-_TURNS:]
+    return sorted(found.values(), key=lambda session: -_at_s(session["turns"][-1]))[:_SESSIONS]
+
+
+def tenant_usage(overviews: Sequence[Json]) -> list[dict[str, Any]]:
+    """Return the usage of each tenant of each model, summed over all conductors."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for each in (usage for overview in overviews for usage in overview.get("tenants", ())):
+        known = found.get((each["model"], each["tenant"]))
+        if known is None:
+            found[each["model"], each["tenant"]] = dict(each)
+            continue
+        for name in ("requests", "computed_tokens", "reused_tokens", "generated_tokens", "kv_block_s"):
+            known[name] += each[name]
+    return [found[key] for key in sorted(found)]
+
+
+def _at_s(one: Json) -> float:
+    return float(one["at_s"])
 
 
 def _node(status: conductor_pb2.NodeStatus, load: Json) -> dict[str, Any]:
@@ -178,21 +214,31 @@ def _state(status: conductor_pb2.NodeStatus, load: Json) -> str:
     return "switching" if load.get("is_to_switch") else "ready"
 
 
+_PROMPTS: Final = ("prompt_tokens", "cached_tokens", "cached_dram_tokens", "cached_ssd_tokens", "cached_remote_tokens")
+
+
 def _pool(reply: conductor_pb2.ClusterReply) -> dict[str, Any]:
-    totals: defaultdict[str, float] = defaultdict(float)
+    totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for status in reply.nodes:
-        for name, value in status.report.counters.items():
-            totals[name] += _finite(value)
-    tiers = {tier: int(totals[f"cached_{tier}_tokens"]) for tier in ("dram", "ssd", "remote")}
+        if status.node.role != common_pb2.ROLE_POOL:
+            for name in _PROMPTS:
+                totals[status.node.model][name] += _count(status.report.counters, name)
     exact = _directory(reply.samples)
     nodes = [_pool_node(status, exact) for status in reply.nodes if status.node.role == common_pb2.ROLE_POOL]
     known = [node["directory"] for node in nodes if node["directory"]]
     return {
         "nodes": nodes,
         "directory": "" if not known else "DEGRADED" if "DEGRADED" in known else "EXACT",
-        "prompt_tokens": int(totals["prompt_tokens"]),
-        "reused_tokens": {"pages": max(0, int(totals["cached_tokens"]) - sum(tiers.values())), **tiers},
+        **_prompts(sum(totals.values(), Counter())),
+        "models": {model: _prompts(counts) for model, counts in sorted(totals.items())},
     }
+
+
+def _prompts(counts: Mapping[str, int]) -> dict[str, Any]:
+    """Return prompt tokens and the sources of those that were reused, as the workers count them."""
+    tiers = {tier: counts[f"cached_{tier}_tokens"] for tier in ("dram", "ssd", "remote")}
+    pages = max(0, counts["cached_tokens"] - sum(tiers.values()))
+    return {"prompt_tokens": counts["prompt_tokens"], "reused_tokens": {"pages": pages, **tiers}}
 
 
 def _directory(samples: Iterable[conductor_pb2.Sample]) -> dict[str, str]:

@@ -108,7 +108,12 @@ class ConsoleRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._pages = ConsoleFiles()
-        self._readings = {"about": self._about, "state": self._state, "objectives": self._objectives}
+        self._readings = {
+            "about": self._about,
+            "state": self._state,
+            "pool": self._pool,
+            "objectives": self._objectives,
+        }
         actions = service.console_actions
         self._actions = {"drain": actions.drain, "switch": actions.switch, "objectives": actions.change_objectives}
 
@@ -154,6 +159,9 @@ class ConsoleRoutes:
         if "gzip" in http.headers.get("accept-encoding", ""):
             return Response(state.packed, headers=_headers() | {"content-encoding": "gzip", "vary": "accept-encoding"})
         return Response(state.plain, headers=_headers() | {"vary": "accept-encoding"})
+
+    async def _pool(self, http: Request) -> Response:
+        return _answer(await self._service.console_pool.get())
 
     async def _objectives(self, http: Request) -> Response:
         return _answer(await self._service.console_actions.objectives())

@@ -1,4 +1,4 @@
-"""The console's data, built at most once a second, shared by all viewers, and only while there is a viewer."""
+"""The console's state, built at most once a second, shared by all viewers, and only while there is a viewer."""
 
 import asyncio
 import gzip
@@ -13,6 +13,7 @@ from typing import Any, Final
 from frontend.cluster import ClusterWatch
 from frontend.conductor import ConductorClient
 from frontend.console.figures import cluster_figures, past_figures
+from frontend.console.shared_build import SharedBuild
 from moonpool_proto.v1 import conductor_pb2
 from rpc.control import CallRefused, ControlError
 
@@ -31,7 +32,6 @@ class ConsoleState:
 
     plain: bytes
     packed: bytes
-    built_s: float  # the monotonic clock
 
 
 @dataclass
@@ -75,22 +75,15 @@ class ConsoleWatch:
         self._cluster = cluster
         self._about = about
         self._last_overviews: dict[str, _LastOverview] = {}
-        self._state: ConsoleState | None = None
-        self._building: asyncio.Task[ConsoleState] | None = None
+        self._shared = SharedBuild(self._build, _EVERY_S)
 
     async def state(self) -> ConsoleState:
         """Return the state, at most one second old plus the conductors' response time."""
-        if self._state is not None and monotonic() - self._state.built_s < _EVERY_S:
-            return self._state
-        if self._building is None or self._building.done():
-            self._building = asyncio.create_task(self._build(), name="console state")
-        return await asyncio.shield(self._building)  # a viewer that disconnects must not cancel it for the others
+        return await self._shared.get()
 
     async def close(self) -> None:
         """Stop building."""
-        if self._building is not None:
-            self._building.cancel()
-            await asyncio.gather(self._building, return_exceptions=True)
+        await self._shared.close()
 
     async def _build(self) -> ConsoleState:
         targets = self._conductor.targets
@@ -110,9 +103,7 @@ class ConsoleWatch:
             **cluster_figures(self._cluster.reply, fresh),
             **past_figures(fresh, at_s),
         }
-        plain, packed = await asyncio.to_thread(_encoded, state)
-        self._state = ConsoleState(plain, packed, monotonic())
-        return self._state
+        return await asyncio.to_thread(_encoded, state)
 
     async def _ask(self, target: str) -> None:
         last = self._last_overviews.setdefault(target, _LastOverview())
@@ -148,9 +139,10 @@ class ConsoleWatch:
             "has_decision_log": overview.get("has_decision_log", False),
             "slo_version": slo.get("version"),
             "remembered": overview.get("remembered", 0),
+            "decided": overview.get("decided", 0),
         }
 
 
-def _encoded(state: Mapping[str, Any]) -> tuple[bytes, bytes]:
+def _encoded(state: Mapping[str, Any]) -> ConsoleState:
     plain = json.dumps(state, separators=(",", ":"), allow_nan=False).encode()
-    return plain, gzip.compress(plain, compresslevel=1, mtime=0)
+    return ConsoleState(plain, gzip.compress(plain, compresslevel=1, mtime=0))

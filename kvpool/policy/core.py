@@ -391,6 +391,12 @@ class PoolCore:
             heapq.heappush(self._returns, (at_ns, self._serial, kv_namespace, b"".join(chain), request))
         return self.store.retain(now_ns, kv_namespace, chain, request)
 
+    def retained(self, now_ns: int, tier: int) -> list[tuple[str, int, int]]:
+        """Return (tenant, number of its retained prefixes, their bytes) in a tier, most bytes first."""
+        retention = self.store.spaces[tier].retention
+        retention.expire(now_ns)
+        return sorted(retention.by_tenant(), key=lambda each: (-each[2], each[0]))
+
     def await_use(self, now_ns: int, kv_namespace: bytes, chain: Sequence[bytes]) -> None:
         """Record that a request with this prompt has arrived and waits: its retained prefixes are used next."""
         self.store.await_use(now_ns, kv_namespace, chain)

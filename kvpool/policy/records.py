@@ -101,6 +101,10 @@ class NamespaceState:
     num_blocks: int = 0  # in the index
     num_copies: int = 0  # that hold slots
 
+    def copies_in(self, tier: int) -> int:
+        """Return the number of copies that hold slots of a tier."""
+        return self.used_nbytes[tier] // self.nbytes[tier]
+
 
 @dataclass(slots=True, eq=False)
 class BlockCopy(Resident):

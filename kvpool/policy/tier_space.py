@@ -630,7 +630,6 @@ class NamespaceTable:
         self._namespaces[kv_namespace] = made
         return made
 
-    def spec_of(self, kv_namespace: bytes) -> KvSpec | None:
-        """Return the spec of a namespace; None if it has no blocks here."""
-        namespace = self._namespaces.get(kv_namespace)
-        return namespace.spec if namespace is not None and namespace.num_copies else None
+    def in_use(self) -> list[NamespaceState]:
+        """Return the states of the namespaces that have blocks here."""
+        return [each for each in self._namespaces.values() if each.num_blocks and each.num_copies]

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from moonpool.cluster_view.reply import directory_state, node_state, samples
 from moonpool_proto.v1 import conductor_pb2
+from rpc.kv_namespaces import namespace_users
 from telemetry.histograms import histogram_of
 
 TIERS: Final = ("dram", "ssd")
@@ -126,7 +127,7 @@ def node_status(
     hits = sum(count(f"hit_{tier}_blocks") for tier in TIERS)
     ssd = state["ssd"]
     on_ssd = state["tiers"]["ssd"]["blocks"]
-    users = _namespace_users(reply)
+    users = namespace_users(reply.nodes)
     return PoolNodeStatus(
         **_known(item, reply),
         tiers=tiers,
@@ -172,16 +173,6 @@ def _known(item: conductor_pb2.NodeStatus, reply: conductor_pb2.ClusterReply) ->
         "directory": directory,
         "directory_blocks": blocks if directory else None,
     }
-
-
-def _namespace_users(reply: conductor_pb2.ClusterReply) -> dict[str, str]:
-    """Return the model of each KV namespace that a worker uses; layers with windows have one of their own."""
-    found = dict[str, str]()
-    for node in (item.node for item in reply.nodes if item.node.kv_namespace):
-        if node.window_namespace:
-            found[node.window_namespace.hex()] = f"{node.model}, layers with windows"
-        found[node.kv_namespace.hex()] = node.model  # the same, if all layers have windows
-    return found
 
 
 def _tier(tier: str, state: Mapping[str, Any]) -> TierStatus:

@@ -145,7 +145,8 @@ def test_what_is_charged_is_what_was_used_whatever_was_expected() -> None:
     charge.close(104 * S, generated=20, cached_tokens=600, is_lost=False)
     # 400 tokens at 1 ms; 20 of a batch of ten, whose step is 20 ms; a tenth of the memory for 4 s.
     assert account.finish_ns == 5 * S + round((0.4 + 20 * 0.002 + 0.4) * S)
-    assert (account.used.uncached_tokens, account.used.generated_tokens, account.used.kv_block_s) == (400, 20, 40.0)
+    assert (account.used.uncached_tokens, account.used.cached_tokens) == (400, 600)
+    assert (account.used.generated_tokens, account.used.kv_block_s) == (20, 40.0)
     charge.close(200 * S, generated=900, cached_tokens=0, is_lost=False)
     assert account.used.generated_tokens == 20
 
@@ -185,7 +186,8 @@ def test_what_a_lost_worker_had_computed_is_charged_to_nobody() -> None:
     second = charge_of(known, account, generated=10)
     second.open(account.finish_ns, max_new_tokens=40)
     second.close(2 * S, generated=50, cached_tokens=None, is_lost=False)
-    assert (account.used.uncached_tokens, account.used.generated_tokens) == (600, 50)
+    assert (account.used.uncached_tokens, account.used.cached_tokens) == (600, 400)
+    assert account.used.generated_tokens == 50
 
 
 def test_an_answer_is_expected_to_be_as_long_as_the_tenants_usually_are() -> None:

@@ -19,6 +19,7 @@ from settings.keys import assemble
 
 SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=16)
 NAMESPACE = bytes(range(16))
+CHAIN = np.random.default_rng(1).integers(0, 256, (64, 16), dtype=np.uint8)
 
 
 class Served:
@@ -109,10 +110,20 @@ class World:
         for served in reversed(list(self._running)):
             await self.end(served)
 
+    async def retain(self, count: int, pool: str = "pool-0", **request: Any) -> bool:
+        """Let a pool node retain the first `count` blocks."""
+        client = self._client(pool)
+        try:
+            return await client.retain(NAMESPACE, CHAIN[:count], **request)
+        finally:
+            await client.close()
+
+    def _client(self, pool: str) -> PoolClient:
+        return PoolClient(f"unix:{self.folder}/{pool}.sock", owner="test", owner_incarnation=1)
+
     async def store(self, begin: int, count: int, pool: str = "pool-0") -> None:
         """Put blocks number `begin` and on into a pool node."""
-        chain = np.random.default_rng(1).integers(0, 256, (64, 16), dtype=np.uint8)[begin : begin + count]
-        client = PoolClient(f"unix:{self.folder}/{pool}.sock", owner="test", owner_incarnation=1)
+        chain, client = CHAIN[begin : begin + count], self._client(pool)
         messenger = Messenger(assemble(MessengerConfig, transport="tcp"), node_id="test", incarnation=1)
         messenger.start()
         nbytes = SPEC.slot_nbytes(0)

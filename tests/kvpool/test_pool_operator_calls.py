@@ -130,3 +130,18 @@ async def test_memory_is_emptied_as_far_as_the_ssd_has_room(start_pool, worker, 
     assert (await client.state())["tiers"]["ssd"]["blocks"] == 256
     again = await client.flush(dram_only=True, deadline_s=60)
     assert (again.removed, again.kept) == (flushed.kept, 0)
+
+
+async def test_the_state_has_blocks_by_namespace_and_tier_and_what_tenants_retain(
+    start_pool, worker, chain_of, ssd_dir
+) -> None:
+    client = worker.client((await start_pool(pool_ssd_dir=ssd_dir, pool_ssd_bytes=1 << 20)).target)
+    await worker.put(client, chain_of(3))
+    assert await client.retain(worker.ns, chain_of(2), tenant="t", lifetime_s=60)
+    state = await client.state()
+    tiers, used_bytes = state["namespaces"][worker.ns.hex()]["tiers"], state["tiers"]["dram"]["used_bytes"]
+    assert tiers["dram"] == {"blocks": 3, "used_bytes": used_bytes}
+    assert state["retained"]["dram"] == [{"account": "t", "prefixes": 1, "bytes": 2 * used_bytes // 3}]
+    await client.flush(dram_only=True)
+    tiers = (await client.state())["namespaces"][worker.ns.hex()]["tiers"]
+    assert (tiers["dram"]["blocks"], tiers["ssd"]["blocks"]) == (0, 3)

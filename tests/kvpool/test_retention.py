@@ -237,3 +237,14 @@ def test_what_is_on_ssd_only_is_due_for_loading_shortly_before_its_use() -> None
     assert pool.core.due_loads(before + MS) == [], "once only"
     assert pool.load(blocks) == 3
     assert pool.where(blocks) == "bbb"
+
+
+def test_what_each_tenant_retains_is_counted_until_its_lifetime_ends() -> None:
+    pool = pool_of()
+    assert pool.retain(chain("a", 4), 0, announced("t", lifetime_s=10))
+    assert pool.retain(chain("b", 3), 0, announced("t"))
+    assert pool.retain(chain("c", 2), 0, announced("u"))
+    retention = pool._retaining.retention
+    assert list(retention.by_tenant()) == [("t", 2, 7), ("u", 1, 2)]
+    retention.expire(11 * S)
+    assert list(retention.by_tenant()) == [("t", 1, 3), ("u", 1, 2)]

@@ -13,7 +13,7 @@ from conductor.policy.admission_rule import Forecast
 from conductor.policy.costs import ModelCosts, tbt_s
 from conductor.policy.decisions import Considered, Decision, Place, Reason, Reject
 from conductor.policy.events import RequestArrived, to_ns
-from conductor.policy.history import JudgedRequest
+from conductor.policy.history import JudgedRequest, RefusedRequest
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.candidates import find_candidates
 from conductor.policy.placement.colocated import consider_colocated
@@ -39,9 +39,9 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     former = _withdraw_former(state, request)
     places = find_candidates(now_ns, state, request)
     if isinstance(places, Reject):
-        return [places]
+        return [_refuse(now_ns, state, request, places)]
     if (refused := reject_endless(state, request)) is not None:
-        return [refused]
+        return [_refuse(now_ns, state, request, refused)]
     model = state.nodes.model(request.model)
     assert model is not None
     costs = state.costs_of(request.model)
@@ -112,7 +112,28 @@ def _judged_request(
         outcome="rejected" if is_rejected else "open",
         ended_ns=now_ns if is_rejected else 0,
         match_key=request.match_key,
+        session=request.session,
+        parent_session=request.parent_session,
+        pause_s=request.pause_s,
+        lifetime_s=request.lifetime_s,
     )
+
+
+def _refuse(now_ns: int, state: ClusterState, request: RequestArrived, rejection: Reject) -> Reject:
+    """Return the rejection of a request whose placement was not planned, after recording it."""
+    if request.attempt == 0 and not request.generated:
+        state.history.refuse(
+            RefusedRequest(
+                request.request_id,
+                now_ns,
+                request.model,
+                request.tenant,
+                request.slo_class,
+                request.prompt_tokens,
+                rejection.reason,
+            )
+        )
+    return rejection
 
 
 def _withdraw_former(state: ClusterState, request: RequestArrived) -> Claim | None:

@@ -49,6 +49,7 @@ const post = (path, body) =>
 
 export const about = () => ask("about");
 export const state = () => ask("state");
+export const pool = () => ask("pool");
 export const objectives = () => ask("objectives");
 export const request = (id) => ask(`requests/${encodeURIComponent(id)}`);
 export const drain = (nodeId) => post("drain", { node_id: nodeId });

@@ -8,6 +8,7 @@ import { Objectives } from "./objectives.js";
 import { Overview } from "./overview.js";
 import { Pool } from "./pool.js";
 import { Requests } from "./requests.js";
+import { Sessions } from "./sessions.js";
 
 const EVERY_MS = 1000;
 const LONGEST_MS = 8000;
@@ -15,7 +16,7 @@ const STALE_S = 5;
 const THEMES = { auto: "Theme: system", light: "Theme: light", dark: "Theme: dark" };
 
 const session = { refresh: () => look() };
-const views = { overview: new Overview(), nodes: new Nodes(session), pool: new Pool(), objectives: new Objectives(session), requests: new Requests() };
+const views = { overview: new Overview(), nodes: new Nodes(session), pool: new Pool(), objectives: new Objectives(session), requests: new Requests(), sessions: new Sessions() };
 
 let state = null;
 let heardAt = 0; // performance.now() of the last answer
@@ -134,7 +135,7 @@ function route() {
   byId("view").replaceChildren(views[current].node);
   document.title = `${document.querySelector(`.tabs a[data-view="${current}"]`).textContent} · Moonpool console`;
   if (state) views[current].update(state);
-  if (current === "requests" && rest.length) views.requests.open(decoded(rest.join("/")));
+  views[current].open?.(decoded(rest.join("/")));
 }
 
 function decoded(text) {

@@ -13,7 +13,7 @@ the later its use is expected.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.policy.eviction.base import EvictionPolicy, Resident, Use
@@ -114,6 +114,10 @@ class Retention:
         """Return the bytes of the tenant's retained prefixes."""
         found = self._tenants.get(tenant)
         return found.nbytes if found is not None else 0
+
+    def by_tenant(self) -> Iterator[tuple[str, int, int]]:
+        """Yield (tenant, number of its retained prefixes, their bytes). The caller must have called `expire`."""
+        return ((name, len(found.prefixes), found.nbytes) for name, found in self._tenants.items())
 
     def holds(self, key: object) -> bool:
         """Return True if the block belongs to a retained prefix. The caller must have called `expire`."""

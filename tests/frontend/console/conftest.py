@@ -21,6 +21,7 @@ from kvpool import KvGroup, KvSpec
 from moonpool_proto.v1 import common_pb2, conductor_pb2, conductor_pb2_grpc
 from rpc.control import open_channel
 from settings.keys import assemble
+from tests.conductor.world import NAMESPACE, World
 
 ADMIN, USER = "mp-admins-key", "mp-users-key"
 SPEC = KvSpec((KvGroup("full", 0, (0, 1), 1, 8, "float32"),), block_tokens=4)
@@ -69,6 +70,7 @@ class Bed:
         self._front: tuple[asyncio.Event, asyncio.Task[None]] | None = None
         self._channel: grpc.aio.Channel | None = None
         self._line: ConductorStream | None = None
+        self.pools = World(folder)
 
     async def start_conductor(self, **config: Any) -> None:
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
@@ -120,6 +122,7 @@ class Bed:
         self._front = None
 
     async def stop(self) -> None:
+        await self.pools.close()
         if self._front is not None:
             await self.stop_front()
         if self._conductor is not None:
@@ -130,7 +133,7 @@ class Bed:
             node_id=node_id, role=ROLES[role], incarnation=1, target=f"unix:/nowhere/{node_id}.sock", host_id="host-0"
         )
         if role != "pool":
-            node.model, node.kv_namespace, node.pool_node_id = model, bytes(16), "pool-0"
+            node.model, node.kv_namespace, node.pool_node_id = model, NAMESPACE, "pool-0"
             node.spec.CopyFrom(SPEC.to_proto())
             node.capacity_tokens, node.max_model_len, node.max_batch = 4096, 4096, 8
             node.kv_bytes_per_token = SPEC.bytes_per_token
@@ -144,13 +147,24 @@ class Bed:
             await self.join(f"prefill-{number}", "prefill", free_tokens=4000, num_running=1)
             await self.join(f"decode-{number}", "decode", free_tokens=1024 * (number + 1), num_running=3, num_waiting=2)
 
-    async def serve(self, request_id: str, *, prompt: int = 64, ttft_s: float = 0.25, **fields: Any) -> bool:
-        """Have a request placed, and finished with these times; False: it was rejected."""
+    async def start_pool(self) -> None:
+        """Start a real pool node, "pool-0", that joins the conductor."""
+        await self.pools.pool("pool-0", "conductor")
+
+    async def place(self, request_id: str, *, prompt: int = 64, **fields: Any) -> conductor_pb2.ScheduleReply:
+        """Have a request placed or rejected."""
         assert self._line is not None
         request = conductor_pb2.ScheduleRequest(
             request_id=request_id, frontend_id="f", model="tiny", prompt_tokens=prompt, max_new_tokens=8, **fields
         )
-        reply = await self._line.schedule(request, waits=False, deadline_s=WAIT_S)
+        return await self._line.schedule(request, waits=False, deadline_s=WAIT_S)
+
+    async def serve(
+        self, request_id: str, *, prompt: int = 64, ttft_s: float = 0.25, cached: int = 16, **fields: Any
+    ) -> bool:
+        """Have a request placed, and finished with these times; False: it was rejected."""
+        assert self._line is not None
+        reply = await self.place(request_id, prompt=prompt, **fields)
         if not reply.HasField("placement"):
             return False
         prefill, decode = reply.placement.prefill.node_id, reply.placement.decode.node_id
@@ -163,7 +177,7 @@ class Bed:
             progress = conductor_pb2.Progress(request_id=request_id, attempt=0, phase=phase)
             await self.nodes[node_id].report(progress=[progress], free_tokens=2048)
         ended = conductor_pb2.CompleteRequest(
-            request_id=request_id, outcome="finished", ttft_s=ttft_s, mean_tbt_s=0.02, generated=8, cached_tokens=16
+            request_id=request_id, outcome="finished", ttft_s=ttft_s, mean_tbt_s=0.02, generated=8, cached_tokens=cached
         )
         await self._line.complete(ended, deadline_s=WAIT_S)
         return True

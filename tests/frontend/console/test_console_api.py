@@ -10,6 +10,7 @@ import pytest
 
 from frontend.console import routes
 from moonpool_proto.v1 import conductor_pb2
+from tests.conductor.world import NAMESPACE, SPEC
 
 PAGE = Path(routes.__file__).parent / "page"
 AS_ADMIN = {"authorization": "Bearer mp-admins-key"}
@@ -135,11 +136,73 @@ async def test_a_requests_path_is_told_by_conductor_and_frontend(open_bed: Any, 
         assert (unknown["front_door"], unknown["conductors"][0]["remembered"]) == (None, None)
 
 
+async def test_the_pools_blocks_are_told_by_model_and_its_retained_prompts_by_tenant(
+    open_bed: Any, http: aiohttp.ClientSession
+) -> None:
+    async with open_bed() as bed:
+        await bed.join_usual()
+        await bed.start_pool()
+        await bed.join("pool-9", "pool")  # nothing listens at its address
+        await bed.pools.store(0, 6)
+        assert await bed.serve("cmpl-1", prompt=64, cached=16, tenant="acme")
+        await bed.place("cmpl-2", tenant="acme")
+        state = await seen(
+            http, bed, lambda state: len(state["pool"]["nodes"]) == 2 and any(t["requests"] for t in state["tenants"])
+        )
+        (usage,) = state["tenants"]
+        assert (usage["tenant"], usage["model"], usage["requests"]) == ("acme", "tiny", 1)
+        assert (usage["reused_tokens"], usage["computed_tokens"], usage["generated_tokens"]) == (16, 48, 8)
+        assert await bed.pools.retain(4, tenant=usage["account"], lifetime_s=600)
+        async with asyncio.timeout(60):
+            while not (contents := (await told(http, bed, "pool"))[1])["retained"]:
+                await asyncio.sleep(0.05)
+        (namespace,) = contents["namespaces"]
+        assert (namespace["namespace"], namespace["model"]) == (NAMESPACE.hex(), "tiny")
+        assert namespace["dram"] == {"blocks": 6, "bytes": 6 * SPEC.slot_nbytes(0)}
+        assert namespace["ssd"] == {"blocks": 0, "bytes": 0}
+        (retained,) = contents["retained"]
+        assert retained["account"] == usage["account"]
+        assert retained["dram"] == {"prefixes": 1, "bytes": 4 * SPEC.slot_nbytes(0)}
+        assert list(contents["problems"]) == ["pool-9"]
+
+
+async def test_a_session_is_told_with_its_turns(open_bed: Any, http: aiohttp.ClientSession) -> None:
+    agent, helper = conductor_pb2.Session(id=1 << 63, parent_id=0), conductor_pb2.Session(id=5, parent_id=1 << 63)
+    hints = conductor_pb2.RequestHints(pause_s=30.0, lifetime_s=300.0)
+    async with open_bed() as bed:
+        await bed.join_usual()
+        for number in range(14):
+            assert await bed.serve(f"cmpl-{number}", prompt=64 + number, session=agent, hints=hints, tenant="acme")
+        assert await bed.serve("cmpl-helper", session=helper)
+        state = await seen(http, bed, lambda state: len(state["sessions"]) == 2)
+        last, first = state["sessions"]
+        assert (last["session"], last["parent"], last["num_turns"]) == (f"{5:016x}", f"{1 << 63:016x}", 1)
+        assert (first["session"], first["parent"], first["tenant"]) == (f"{1 << 63:016x}", "", "acme")
+        assert (first["num_turns"], len(first["turns"])) == (14, 12)
+        turn = first["turns"][-1]
+        assert (turn["request_id"], turn["prompt_tokens"], turn["reused_tokens"]) == ("cmpl-13", 77, 16)
+        assert (turn["pause_s"], turn["lifetime_s"], turn["outcome"]) == (30.0, 300.0, "finished")
+        _, path = await told(http, bed, "requests/cmpl-13")
+        assert path["conductors"][0]["remembered"]["session"] == first["session"]
+
+
+async def test_the_feed_has_requests_that_no_node_can_serve(open_bed: Any, http: aiohttp.ClientSession) -> None:
+    async with open_bed() as bed:
+        await bed.join_usual()
+        assert await bed.serve("cmpl-1")
+        assert (await bed.place("cmpl-long", prompt=100_000, tenant="acme")).rejection.reason == "too_long"
+        state = await seen(http, bed, lambda state: len(state["requests"]) == 2)
+        refused, placed = state["requests"]
+        assert (placed["request_id"], placed["outcome"]) == ("cmpl-1", "finished")
+        assert (refused["request_id"], refused["reason"], refused["tenant"]) == ("cmpl-long", "too_long", "acme")
+        assert state["conductors"][0]["decided"] == 2
+
+
 async def test_reading_needs_an_admins_key_where_any_key_is_asked_for(
     open_bed: Any, http: aiohttp.ClientSession
 ) -> None:
     async with open_bed(with_keys=True) as bed:
-        for path in ("state", "objectives", "requests/r"):
+        for path in ("state", "pool", "objectives", "requests/r"):
             for headers, expected in (
                 ({}, 401),
                 (AS_USER, 403),

@@ -14,7 +14,7 @@ from playwright.async_api import Browser, Page, expect
 from tests.chromium import PHONE, chromium, open_visit
 
 ADMIN = "mp-admins-key"
-VIEWS = ("overview", "nodes", "pool", "objectives", "requests")
+VIEWS = ("overview", "nodes", "pool", "objectives", "sessions", "requests")
 HOSTILE = "<img src=x onerror=document.title='owned'>'\"&amp;${1}" + "x" * 120
 PATIENCE_MS = 60_000
 expect.set_options(timeout=PATIENCE_MS)
