@@ -28,7 +28,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 def test_the_readme_names_every_file() -> None:
     text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     files = {path.name for path in EXAMPLES.iterdir() if path.name not in ("README.md", "__pycache__")}
-XX
+    assert files == set(re.findall(r"^\| \[([\w.]+)\]", text, re.MULTILINE))
     assert {name for name in files if name.endswith(".py")} == SAYS.keys()
 
 
