@@ -1,8 +1,8 @@
 """Generated files of the deployment, written or checked: `generate_chart.py write | check`.
 
 From all settings: deploy/cluster.schema.json, the JSON Schema of the configuration file. The rest is the Helm chart's.
-From the roles' settings: the part `config` of values.schema.json. From the vLLM workers' checks:
-files/vllm-arguments.yaml. From values.yaml and its comments: the table of
+From the roles' settings: the parts `config`, `modelConfig` and `groupConfig` of values.schema.json. From the vLLM
+workers' checks: files/vllm-arguments.yaml. From values.yaml and its comments: the table of
 README.md. From all of it: the golden renders of the examples, tests/deploy/golden, which a change is reviewed by.
 """
 
@@ -19,9 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "proto")]
 
 from moonpool.config import ServeConfig, Setting, all_settings, composite_settings  # noqa: E402
+from moonpool.config.models import model_settings  # noqa: E402
 from moonpool.config.schema import file_schema, former_names_schema, setting_schema  # noqa: E402
 from moonpool.config.serve import RuntimeSettings, SupervisorSettings  # noqa: E402
 from settings.keys import group_settings  # noqa: E402
+from settings.messenger import TransportSettings  # noqa: E402
+from settings.node import LogSettings  # noqa: E402
+from settings.worker import EngineSettings, KvSettings  # noqa: E402
 from vllm_worker.engine_args import OWN_ARGUMENTS, SHORT_NAMES, UNSUPPORTED_ARGUMENTS  # noqa: E402
 
 CHART = ROOT / "deploy" / "helm" / "moonpool"
@@ -49,6 +53,9 @@ OWN = {
     *("prefill_nodes", "decode_nodes", "aggregated", "pool_nodes", "conductors"),
 }
 _SERVE_ONLY = {*group_settings(SupervisorSettings), *group_settings(RuntimeSettings)}
+# What a group of workers has values for, and what all groups of a model have in common.
+_OF_GROUPS = {"vllm_args"}
+_OF_MODELS = {"engine"}
 _VALUES_OF_FLAGS = {"--model": "the values below model", "--served-model-name": "model.servedNames"}
 # vLLM's arguments that only the chart refuses.
 _SIZES = {
@@ -73,10 +80,27 @@ def config_schema() -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "properties": properties | former}
 
 
+def model_config_schema() -> dict[str, Any]:
+    """JSON schema of `config` of one of `models`: what a model may set for itself, but for its numbers of workers."""
+    own = {name: key for name, key in model_settings().items() if name not in OWN | _OF_GROUPS}
+    properties = {name: setting_schema(declared) for name, declared in sorted(own.items())}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def group_config_schema() -> dict[str, Any]:
+    """JSON schema of `config` of a group of workers: how its workers compute, keep KV, send it and log."""
+    groups = (EngineSettings, KvSettings, TransportSettings, LogSettings)
+    own = {name for group in groups for name in group_settings(group)} - _OF_GROUPS - _OF_MODELS
+    properties = {name: setting_schema(declared) for name, declared in sorted(settable().items()) if name in own}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
 def schema_text() -> str:
-    """values.schema.json with `config` as it is now."""
+    """values.schema.json with the settings as they are now."""
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     schema["properties"]["config"] = config_schema()
+    schema["$defs"]["modelConfig"] = model_config_schema()
+    schema["$defs"]["groupConfig"] = group_config_schema()
     return json.dumps(schema, indent=2) + "\n"
 
 
@@ -87,7 +111,8 @@ def vllm_arguments_text() -> str:
     head = "# Arguments that vllmArgs must not contain. Generated from vllm_worker/engine_args.py by `make chart`.\n"
     known = ours | unsupported | _SIZES
     short = {name: known[full] for name, full in SHORT_NAMES.items()}
-    return head + yaml.safe_dump(known | short, width=200)
+    # Quoted, since Helm would read a key such as n as a boolean.
+    return head + yaml.safe_dump(known | short, width=200, default_style='"')
 
 
 def _in_chart(instead: str) -> str:

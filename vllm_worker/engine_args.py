@@ -46,16 +46,18 @@ OWN_ARGUMENTS: Final = {
     "kv-events-config": "nothing: Moonpool reads vLLM's events itself",
 }
 """vLLM's arguments that Moonpool sets -> what to use instead."""
+_SEVERAL_HOSTS = "one model over several hosts, since vLLM's processes and a worker's KV slots share one host's memory"
 UNSUPPORTED_ARGUMENTS: Final = {
     "speculative-config": "speculative decoding, whose drafts Moonpool's sampler does not check",
     "enable-lora": "LoRA adapters, since requests name only the base model",
     "lora-modules": "LoRA adapters, since requests name only the base model",
     "data-parallel-size": "data parallelism in one worker: start one worker per replica",
+    **dict.fromkeys(("nnodes", "node-rank"), _SEVERAL_HOSTS),
     "runner": "models that do not generate text",
     "convert": "models that do not generate text",
 }
 """vLLM's arguments for what a worker cannot do with vLLM, or was never seen to do -> what that is."""
-SHORT_NAMES: Final = {"dp": "data-parallel-size", "sc": "speculative-config"}
+SHORT_NAMES: Final = {"dp": "data-parallel-size", "n": "nnodes", "r": "node-rank", "sc": "speculative-config"}
 """vLLM's short names of such arguments."""
 
 

@@ -3,6 +3,8 @@
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +12,21 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import typer
 import yaml
+from typer.testing import CliRunner
+
+from moonpool.config import ServeConfig
+from moonpool.options import configured_command
+from moonpool.role_process.roles import ROLES
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "moonpool"
 # Of Helm's library in helm-python-sdk 0.2.2: a compiled program of somebody else's, so no other is loaded.
 HELM_LIBRARY = "9108c3a68d6ed3a394d02543bb4afeeb9f9e2bbcf9fbc228f48ac5576e3bdf83"
 EXAMPLES = sorted(path.stem.removeprefix("values-") for path in (CHART / "examples").glob("values-*.yaml"))
+_POD = {"POD_NAME": "moonpool-pod-0", "POD_IP": "10.1.2.3", "NODE_NAME": "host-7.example.com"}
+_COMPOSITES = {role.command: role.composite for role in ROLES} | {"serve": ServeConfig}
 _WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet")
 
 
@@ -74,6 +84,10 @@ class Release:
         found = [
             Pod(one["metadata"]["name"], one["spec"]["template"]) for kind in _WORKLOADS for one in self.kind(kind)
         ]
+        found += [
+            Pod(one["metadata"]["name"], one["spec"]["leaderWorkerTemplate"]["workerTemplate"])
+            for one in self.kind("LeaderWorkerSet")
+        ]
         for ray in self.kind("RayCluster"):
             groups = [ray["spec"]["headGroupSpec"] | {"groupName": "head"}, *ray["spec"]["workerGroupSpecs"]]
             found += [Pod(f"{ray['metadata']['name']}-{group['groupName']}", group["template"]) for group in groups]
@@ -90,6 +104,56 @@ class Release:
     def settings(self) -> dict[str, Any]:
         """Return the content of moonpool.yaml."""
         return dict(yaml.safe_load(self.file("moonpool-config", "moonpool.yaml")))
+
+
+class Told:
+    """The settings of a container's process, as its own parser reads arguments, file and variables."""
+
+    def __init__(self, release: Release, folder: Path) -> None:
+        self._release = release
+        self._folder = folder
+        for config_map in release.kind("ConfigMap"):
+            for name, text in config_map["data"].items():
+                place = folder / ("slo" if name == "slo.yaml" else "") / name
+                place.parent.mkdir(exist_ok=True)
+                place.write_text(text.replace("/etc/moonpool/", f"{folder}/"))
+
+    def settings(self, pod: Pod) -> Any:
+        arguments = [self._expanded(argument) for argument in pod.container["args"]]
+        if "command" in pod.container:  # a shell that ends as `moonpool serve "$@"`
+            assert arguments[0].rstrip().endswith('exec moonpool serve "$@"')
+            arguments = ["serve", *arguments[2:]]
+        seen: list[Any] = []
+        app = typer.Typer()
+        app.callback()(lambda: None)
+        command = arguments[0]
+        argument = "model" if command == "serve" else None
+
+        def run(config: Any) -> int:
+            seen.append(config)
+            return 0
+
+        configured_command(app, command, _COMPOSITES[command], run, help="", argument=argument)
+        result = CliRunner().invoke(app, arguments, env=self._environment(pod))
+        assert result.exit_code == 0, result.output
+        return seen[0]
+
+    def _environment(self, pod: Pod) -> dict[str, str | None]:
+        """Return the environment of the process; a secret's value is a placeholder."""
+        found: dict[str, str | None] = {name: None for name in os.environ if name.startswith("MOONPOOL_")}
+        for one in pod.container["env"]:
+            found[one["name"]] = one.get("value", _POD.get(one["name"], "a-secret"))
+        mounts = {mount["mountPath"]: mount for mount in pod.container["volumeMounts"]}
+        return found | {"MOONPOOL_CONFIG": str(self._folder / mounts[found["MOONPOOL_CONFIG"]]["subPath"])}
+
+    def _expanded(self, argument: str) -> str:
+        """As Kubernetes expands it."""
+        return re.sub(r"\$\((\w+)\)", lambda found: _POD[found[1]], argument)
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Callable[[Release], Told]:
+    return lambda release: Told(release, tmp_path)
 
 
 Render = Callable[..., Release]

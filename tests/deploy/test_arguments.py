@@ -2,90 +2,31 @@
 
 import asyncio
 import json
-import os
-import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import pytest
-import typer
-from typer.testing import CliRunner
 
 from conductor.policy.objectives import record_to_plain
 from frontend.api.openapi import describe
 from moonpool.config import ServeConfig
-from moonpool.options import configured_command
 from moonpool.role_configs import conductor_config
 from moonpool.role_process.health import health_answers
 from moonpool.role_process.roles import ROLES
 
-POD = {"POD_NAME": "moonpool-pod-0", "POD_IP": "10.1.2.3", "NODE_NAME": "host-7.example.com"}
+POD_IP = "10.1.2.3"  # as the processes are told
 COMPOSITES = {role.command: role.composite for role in ROLES} | {"serve": ServeConfig}
-ROLE_PODS = {
-    "conductor": "conductor",
-    "frontend": "frontend",
-    "pool": "pool-node",
-    "prefill": "prefill-node",
-    "decode": "decode-node",
-    "vllm": "aggregated-node",
-    "launcher": "serve",
-}
-
-
-class Told:
-    """The settings of a container's process, as its own parser reads arguments, file and variables."""
-
-    def __init__(self, release: Any, folder: Path) -> None:
-        self._release = release
-        self._folder = folder
-        for config_map in release.kind("ConfigMap"):
-            for name, text in config_map["data"].items():
-                place = folder / ("slo" if name == "slo.yaml" else "") / name
-                place.parent.mkdir(exist_ok=True)
-                place.write_text(text.replace("/etc/moonpool/", f"{folder}/"))
-
-    def settings(self, pod: Any) -> Any:
-        arguments = [self._expanded(argument) for argument in pod.container["args"]]
-        if "command" in pod.container:  # a shell that ends as `moonpool serve "$@"`
-            assert arguments[0].rstrip().endswith('exec moonpool serve "$@"')
-            arguments = ["serve", *arguments[2:]]
-        seen: list[Any] = []
-        app = typer.Typer()
-        app.callback()(lambda: None)
-        command = arguments[0]
-        argument = "model" if command == "serve" else None
-        run = lambda config: seen.append(config) or 0  # noqa: E731
-        configured_command(app, command, COMPOSITES[command], run, help="", argument=argument)
-        result = CliRunner().invoke(app, arguments, env=self._environment(pod))
-        assert result.exit_code == 0, result.output
-        return seen[0]
-
-    def _environment(self, pod: Any) -> dict[str, str | None]:
-        """Return the environment of the process; a secret's value is a placeholder."""
-        found: dict[str, str | None] = {name: None for name in os.environ if name.startswith("MOONPOOL_")}
-        for one in pod.container["env"]:
-            found[one["name"]] = one.get("value", POD.get(one["name"], "a-secret"))
-        assert found["MOONPOOL_CONFIG"] == "/etc/moonpool/moonpool.yaml"
-        return found | {"MOONPOOL_CONFIG": str(self._folder / "moonpool.yaml")}
-
-    def _expanded(self, argument: str) -> str:
-        """As Kubernetes expands it."""
-        return re.sub(r"\$\((\w+)\)", lambda found: POD[found[1]], argument)
-
-
-@pytest.fixture
-def told(tmp_path: Path) -> Callable[[Any], Told]:
-    return lambda release: Told(release, tmp_path)
+Told = Callable[[Any], Any]  # the settings of a release's processes, as they read them
+FIXED_ROLES = {"conductor": "conductor", "frontend": "frontend", "pool": "pool-node", "launcher": "serve"}
 
 
 def role_of(pod: Any) -> str | None:
-    return ROLE_PODS.get(pod.name.removeprefix("moonpool-"))
+    if pod.labels.get("moonpool/kind") == "worker":
+        return f"{pod.labels['llm-d.ai/role'].replace('both', 'aggregated')}-node"
+    return FIXED_ROLES.get(pod.name.removeprefix("moonpool-"))
 
 
-def test_every_process_understands_what_it_is_told(example: Any, told: Callable[[Any], Told]) -> None:
+def test_every_process_understands_what_it_is_told(example: Any, told: Told) -> None:
     reader, roles = told(example), set()
     for pod in example.pods:
         role = role_of(pod)
@@ -97,7 +38,7 @@ def test_every_process_understands_what_it_is_told(example: Any, told: Callable[
     assert ("serve" in roles) != ("pool-node" in roles and any(needed <= roles for needed in workers))
 
 
-def test_nodes_are_told_all_conductors_by_the_names_that_these_have(example: Any, told: Callable[[Any], Told]) -> None:
+def test_nodes_are_told_all_conductors_by_the_names_that_these_have(example: Any, told: Told) -> None:
     conductors = example.one("StatefulSet", "moonpool-conductor")
     service, count = conductors["spec"]["serviceName"], conductors["spec"]["replicas"]
     assert example.one("Service", service)["spec"]["clusterIP"] == "None"
@@ -112,7 +53,7 @@ def test_nodes_are_told_all_conductors_by_the_names_that_these_have(example: Any
             assert reader.settings(pod).conductor.conductor == expected
 
 
-def test_ports_and_addresses_are_those_that_others_dial(example: Any, told: Callable[[Any], Told]) -> None:
+def test_ports_and_addresses_are_those_that_others_dial(example: Any, told: Told) -> None:
     reader = told(example)
     for pod in example.pods:
         role, ports = role_of(pod), {port["name"]: port["containerPort"] for port in pod.container.get("ports", ())}
@@ -125,8 +66,8 @@ def test_ports_and_addresses_are_those_that_others_dial(example: Any, told: Call
         listened = int(settings.listen.listen.rpartition(":")[2])
         assert (ports["grpc"], ports["system"]) == (listened, settings.health.address[1])
         if role != "conductor":
-            assert settings.host.advertise == f"{POD['POD_IP']}:{listened}"
-            assert (settings.transport.data_host, settings.host.data_port) == (POD["POD_IP"], ports["kv"])
+            assert settings.host.advertise == f"{POD_IP}:{listened}"
+            assert (settings.transport.data_host, settings.host.data_port) == (POD_IP, ports["kv"])
         if role not in ("conductor", "pool-node"):
             service, _, port = settings.worker.pool.partition(":")
             local = example.one("Service", service.partition(".")[0])["spec"]
@@ -162,7 +103,7 @@ def test_probes_ask_what_is_answered(example: Any) -> None:
     assert asyncio.run(all_known())
 
 
-def test_a_secret_reaches_the_process_that_needs_it_and_no_manifest(render: Any, told: Callable[[Any], Told]) -> None:
+def test_a_secret_reaches_the_process_that_needs_it_and_no_manifest(render: Any, told: Told) -> None:
     release = render(
         {
             "redis": {"enabled": False},
@@ -181,7 +122,7 @@ def test_without_redis_conductors_are_told_of_none(render: Any) -> None:
     assert "redis_url" not in render({"redis": {"enabled": False}}).settings
 
 
-def test_the_record_of_objectives_is_what_the_conductor_begins_with(render: Any, told: Callable[[Any], Told]) -> None:
+def test_the_record_of_objectives_is_what_the_conductor_begins_with(render: Any, told: Told) -> None:
     record = {"cluster": {"ttft": "2s"}, "classes": {"batch": {"tbt": "off", "priority": 10}}, "headers": "tighten"}
     release = render({"slo": {"record": record}})
     found = conductor_config(told(release).settings(release.pod("moonpool-conductor")), "c")
@@ -202,14 +143,14 @@ def test_another_setting_restarts_every_role(render: Any) -> None:
     assert changed == {pod.name for pod in one.pods} - {"moonpool-redis"}
 
 
-def test_large_whole_numbers_stay_whole(render: Any, told: Callable[[Any], Told]) -> None:
+def test_large_whole_numbers_stay_whole(render: Any, told: Told) -> None:
     release = render({"config": {"capacity_tokens": 16_000_000, "answer_memory": 34_359_738_368, "max_queue": 0.5}})
     settings = told(release).settings(release.pod("moonpool-decode"))
     assert settings.engine.capacity_tokens == 16_000_000
     assert told(release).settings(release.pod("moonpool-frontend")).http.answer_memory_bytes == 34_359_738_368
 
 
-def test_groups_in_the_hosts_network_have_ports_of_their_own(render: Any, told: Callable[[Any], Told]) -> None:
+def test_groups_in_the_hosts_network_have_ports_of_their_own(render: Any, told: Told) -> None:
     tls = {"enabled": True, "existingSecret": "tls"}
     policy = {"nodeCIDRs": ["10.0.0.0/24"]}
     release = render({"rdma": {"enabled": True, "hostNetwork": True}, "tls": tls, "networkPolicy": policy})
@@ -235,7 +176,7 @@ def test_rdma_and_huge_pages_are_asked_of_kubernetes_and_told_to_the_roles(examp
         assert not asks | huge
 
 
-def test_ray_is_asked_for_the_workers_and_its_pods_offer_to_take_them(render: Any, told: Callable[[Any], Told]) -> None:
+def test_ray_is_asked_for_the_workers_and_its_pods_offer_to_take_them(render: Any, told: Told) -> None:
     workers = {"prefill": {"replicas": 3}, "decode": {"replicas": 2}, "more": {"role": "decode", "replicas": 4}}
     release = render({"mode": "kuberay", "workers": workers})
     (ray,) = release.kind("RayCluster")
@@ -254,7 +195,7 @@ def test_ray_is_asked_for_the_workers_and_its_pods_offer_to_take_them(render: An
     assert not release.kind("DaemonSet")
 
 
-def test_keys_and_the_certificate_of_the_api_are_mounted_as_files(render: Any, told: Callable[[Any], Told]) -> None:
+def test_keys_and_the_certificate_of_the_api_are_mounted_as_files(render: Any, told: Told) -> None:
     frontend = {"apiKeys": {"existingSecret": "keys", "key": "k.yaml"}, "tls": {"existingSecret": "web"}}
     monitor = {"enabled": True, "authorization": {"existingSecret": "scrape"}}
     release = render({"frontend": frontend, "monitoring": {"serviceMonitor": monitor}})
@@ -280,7 +221,7 @@ def test_keys_and_the_certificate_of_the_api_are_mounted_as_files(render: Any, t
     assert endpoint["authorization"] == {"credentials": {"name": "scrape", "key": "api-key"}}
 
 
-def test_without_them_the_api_is_plain_and_asks_for_no_key(render: Any, told: Callable[[Any], Told]) -> None:
+def test_without_them_the_api_is_plain_and_asks_for_no_key(render: Any, told: Told) -> None:
     release = render({})
     pod = release.pod("moonpool-frontend")
     http = told(release).settings(pod).http

@@ -1,5 +1,5 @@
-"""Every manifest is what Kubernetes, KubeRay, prometheus-operator and cert-manager take, to the last field; and those
-of one release fit together.
+"""Every manifest is what Kubernetes and operators (KubeRay, KEDA, LeaderWorkerSet, prometheus-operator, cert-manager)
+take, to the last field; and those of one release fit together.
 """
 
 import copy
@@ -40,6 +40,8 @@ RAY_CLUSTER = closed(load("ray.io_raycluster.yaml"))
 CUSTOM = {
     "monitoring.coreos.com/v1": load("monitoring.coreos.com.yaml"),
     "cert-manager.io/v1": load("cert-manager.io.yaml"),
+    "keda.sh/v1alpha1": load("keda.sh.yaml"),
+    "leaderworkerset.x-k8s.io/v1": load("leaderworkerset.x-k8s.io.yaml"),
 }
 
 
@@ -48,14 +50,25 @@ def check(manifest: dict[str, Any]) -> None:
     version, kind = manifest["apiVersion"], manifest["kind"]
     if version == "ray.io/v1":
         jsonschema.validate(manifest, RAY_CLUSTER)
-        for group in (manifest["spec"]["headGroupSpec"], *manifest["spec"]["workerGroupSpecs"]):
-            template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}}
-            kubernetes_validate.validate(template | {"template": group["template"]}, KUBERNETES, strict=True)
+        head = copy.deepcopy(manifest["spec"]["headGroupSpec"]["template"])
+        if options := manifest["spec"].get("autoscalerOptions"):
+            fields = ("env", "resources", "securityContext", "volumeMounts")
+            head["spec"]["containers"].append({"name": "autoscaler", **{name: options[name] for name in fields}})
+        for template in (head, *(group["template"] for group in manifest["spec"]["workerGroupSpecs"])):
+            check_pods(template)
     elif version in CUSTOM:
         schemas = CUSTOM[version]
         jsonschema.validate(manifest["spec"], {**schemas, **schemas[kind]})
+        if kind == "LeaderWorkerSet":
+            check_pods(manifest["spec"]["leaderWorkerTemplate"]["workerTemplate"])
     else:
         kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+def check_pods(template: dict[str, Any]) -> None:
+    """Raises what is wrong with a pod template."""
+    manifest = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template}
+    kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
 
 
 def test_every_manifest_is_valid_to_the_last_field(example: Any) -> None:
@@ -94,9 +107,6 @@ def test_so_is_everything_that_can_be_switched_on(render: Any) -> None:
         "ray": {"existingTokenSecret": "ray-token", "head": pod, "launcher": pod},
     }
     values["workers"]["more"] = {"role": "decode", "autoscaling": {"enabled": True, "minReplicas": 1, "maxReplicas": 3}}
-    values["workers"]["both"]["autoscaling"]["metrics"] = [  # type: ignore[index]
-        {"type": "Resource", "resource": {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 50}}}
-    ]
     downloaded = {
         "source": "huggingface",
         "id": "a/b",
@@ -106,6 +116,10 @@ def test_so_is_everything_that_can_be_switched_on(render: Any) -> None:
     for mode, model in itertools.product(("statefulset", "kuberay"), (values["model"], downloaded)):
         for manifest in render({"mode": mode, **values, "model": model}).objects:
             check(manifest)
+    cpu = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 50}}
+    values["workers"]["both"]["autoscaling"]["metrics"] = [{"type": "Resource", "resource": cpu}]  # type: ignore[index]
+    for manifest in render(values).objects:
+        check(manifest)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +223,7 @@ def test_what_is_referred_to_exists(example: Any) -> None:
         assert {v["configMap"]["name"] for v in spec["volumes"] if "configMap" in v} <= config_maps
         assert spec["serviceAccountName"] in accounts
     workloads = {(one["kind"], one["metadata"]["name"]) for one in example.objects}
-    for scaler in example.kind("HorizontalPodAutoscaler"):
+    for scaler in (*example.kind("HorizontalPodAutoscaler"), *example.kind("ScaledObject")):
         target = scaler["spec"]["scaleTargetRef"]
         assert (target["kind"], target["name"]) in workloads
         assert "replicas" not in example.one(target["kind"], target["name"])["spec"]

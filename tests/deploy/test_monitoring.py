@@ -81,3 +81,63 @@ def test_every_role_sends_its_spans_where_it_is_told_to_and_nowhere_unasked(rend
         assert told["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4318"
         assert (told["OTEL_TRACES_SAMPLER"], told["OTEL_TRACES_SAMPLER_ARG"]) == ("parentbased_traceidratio", "0.25")
     assert "OTEL" not in json.dumps(render().objects)
+
+
+def pod_monitors(render: Any, **values: Any) -> Any:
+    monitoring = {"podMonitors": {"enabled": True, "roles": values.pop("roles", {})}, **values.pop("monitoring", {})}
+    return render({"monitoring": monitoring, **values})
+
+
+@pytest.mark.parametrize("mode", ["statefulset", "kuberay"])
+def test_with_a_monitor_for_each_role_every_process_is_scraped_once(render: Any, mode: str) -> None:
+    release = pod_monitors(render, mode=mode)
+    assert not release.kind("ServiceMonitor")
+    scraped: dict[str, list[str]] = {}
+    for monitor in release.kind("PodMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        (port,) = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
+        for pod in release.pods:
+            ports = {each["name"] for each in pod.container.get("ports", ())}
+            if wanted <= pod.labels.items() and port in ports:
+                role = monitor["metadata"]["name"].removeprefix("moonpool-")
+                scraped.setdefault(pod.name.removeprefix("moonpool-"), []).append(role)
+    ray = {"conductor": ["conductor"], "frontend": ["frontend"]}
+    own = {"pool": ["pool"], "prefill": ["worker"], "decode": ["worker"]}
+    assert scraped == (ray if mode == "kuberay" else ray | own)
+    assert release.one("NetworkPolicy", "moonpool-metrics")["spec"]["ingress"][0]["ports"] == [
+        {"protocol": "TCP", "port": "system"}
+    ]
+    conductors = release.one("PodMonitor", "moonpool-conductor")["spec"]["podMetricsEndpoints"]
+    paths = ["/metrics"] if mode == "statefulset" else ["/metrics/cluster", "/metrics"]
+    assert [endpoint["path"] for endpoint in conductors] == paths
+
+
+def test_a_role_may_be_scraped_otherwise_or_not_at_all(render: Any) -> None:
+    drop = {"sourceLabels": ["__name__"], "regex": "process_.*", "action": "drop"}
+    roles = {"conductor": {"interval": "5s", "labels": {"team": "a"}, "metricRelabelings": [drop]}, "pool": None}
+    common = {"serviceMonitor": {"interval": "30s", "labels": {"release": "p"}}}
+    release = pod_monitors(render, roles=roles, monitoring=common)
+    found = {one["metadata"]["name"]: one for one in release.kind("PodMonitor")}
+    assert found.keys() == {"moonpool-conductor", "moonpool-frontend", "moonpool-worker"}
+    endpoints = {name: one["spec"]["podMetricsEndpoints"][0] for name, one in found.items()}
+    assert [endpoints[f"moonpool-{role}"]["interval"] for role in ("conductor", "worker")] == ["5s", "30s"]
+    assert endpoints["moonpool-conductor"]["metricRelabelings"] == [drop]
+    labels = found["moonpool-conductor"]["metadata"]["labels"]
+    assert (labels["team"], labels["release"]) == ("a", "p")
+    assert "team" not in found["moonpool-worker"]["metadata"]["labels"]
+
+
+def test_frontends_are_scraped_by_https_and_with_a_key(render: Any) -> None:
+    key = {"serviceMonitor": {"authorization": {"existingSecret": "scrape"}}}
+    release = pod_monitors(render, frontend={"tls": {"existingSecret": "web"}}, monitoring=key)
+    (endpoint,) = release.one("PodMonitor", "moonpool-frontend")["spec"]["podMetricsEndpoints"]
+    assert (endpoint["port"], endpoint["scheme"]) == ("http", "https")
+    assert endpoint["authorization"] == {"credentials": {"name": "scrape", "key": "api-key"}}
+    assert endpoint["tlsConfig"] == {"insecureSkipVerify": True}
+    (plain,) = release.one("PodMonitor", "moonpool-worker")["spec"]["podMetricsEndpoints"]
+    assert not {"scheme", "authorization", "tlsConfig"} & plain.keys()
+
+
+def test_both_ways_of_scraping_at_once_are_refused(render: Any) -> None:
+    with pytest.raises(Exception, match=r"monitoring\.serviceMonitor\.enabled and monitoring\.podMonitors\.enabled"):
+        pod_monitors(render, monitoring={"serviceMonitor": {"enabled": True}})

@@ -60,30 +60,6 @@ labels:
 {{- $targets | toJson -}}
 {{- end -}}
 
-{{- /* The model's name in metrics. */ -}}
-{{- define "moonpool.modelName" -}}
-{{- if .Values.model.servedNames -}}
-{{- first .Values.model.servedNames -}}
-{{- else if eq .Values.model.source "bundled" -}}
-moonpool
-{{- else if eq .Values.model.source "huggingface" -}}
-{{- .Values.model.id -}}
-{{- else -}}
-{{- base .Values.model.path -}}
-{{- end -}}
-{{- end -}}
-
-{{- /* The model in the configuration; empty for the bundled one. */ -}}
-{{- define "moonpool.model" -}}
-{{- with .Values.model -}}
-{{- if eq .source "huggingface" -}}
-{{ .id }}{{ with .revision }}@{{ . }}{{ end }}
-{{- else if ne .source "bundled" -}}
-{{ .path }}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-
 {{- define "moonpool.redisUrl" -}}
 {{- if .Values.externalRedis.url -}}
 {{- .Values.externalRedis.url -}}
@@ -97,40 +73,65 @@ redis://{{ include "moonpool.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6
 {{- if and .Values.rdma.enabled .Values.rdma.hostNetwork -}}true{{- end -}}
 {{- end -}}
 
-{{- /* moonpool.yaml: one file for all roles; each ignores the keys of others. */ -}}
-{{- define "moonpool.config" -}}
-{{- $config := dict "log_format" "json" -}}
-{{- range $key, $value := .Values.config -}}
+{{- /* (config, settings): adds settings to config. only: of them those keys; without: all but those. */ -}}
+{{- define "moonpool.addSettings" -}}
+{{- range $key, $value := .settings -}}
 {{- /* Helm reads integers as floats, and would write large ones as 2e+06. */ -}}
 {{- if and (kindIs "float64" $value) (eq (floor $value) $value) -}}{{- $value = int64 $value -}}{{- end -}}
-{{- $_ := set $config $key $value -}}
+{{- if and (has $key ($.only | default (list $key))) (not (has $key ($.without | default list))) -}}
+{{- $_ := set $.config $key $value -}}
 {{- end -}}
-{{- $engine := include "moonpool.engine" . -}}
-{{- if ne $engine (.Values.config.engine | default "transformer") -}}{{- $_ := set $config "engine" $engine -}}{{- end -}}
-{{- $_ := set $config "conductor" (include "moonpool.conductors" . | fromJsonArray) -}}
-{{- $_ := set $config "cluster_name" (printf "%s/%s" .Release.Namespace .Release.Name) -}}
-{{- $_ := set $config "drain_grace" (int .Values.frontend.drainSeconds) -}}
-{{- $_ := set $config "worker_drain_grace" (int .Values.workerDrainSeconds) -}}
-{{- $_ := set $config "pool_bytes" .Values.pool.bytes -}}
-{{- with include "moonpool.model" . -}}{{- $_ := set $config "model" . -}}{{- end -}}
-{{- with .Values.model.servedNames -}}{{- $_ := set $config "served_model_name" . -}}{{- end -}}
-{{- with include "moonpool.redisUrl" . -}}{{- $_ := set $config "redis_url" . -}}{{- end -}}
-{{- if .Values.pool.ssd.hostPath -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* (root, group): moonpool.yaml, one file for all roles; each ignores the keys of others. With `group`, the file of its
+workers, which have settings of their own; withoutModels: what pool nodes read of it. */ -}}
+{{- define "moonpool.config" -}}
+{{- $values := .root.Values -}}
+{{- $config := dict "log_format" "json" -}}
+{{- include "moonpool.addSettings" (dict "config" $config "settings" $values.config) -}}
+{{- $shared := include "moonpool.sharedKeys" . | fromJsonArray -}}
+{{- if .group -}}
+{{- include "moonpool.addSettings" (dict "config" $config "settings" .group.model.config "without" $shared) -}}
+{{- include "moonpool.addSettings" (dict "config" $config "settings" .group.values.config) -}}
+{{- end -}}
+{{- if or .group (not $values.models) -}}
+{{- $engine := (.group | default (include "moonpool.groups" .root | fromJsonArray | first)).engine -}}
+{{- if ne $engine ($config.engine | default "transformer") -}}{{- $_ := set $config "engine" $engine -}}{{- end -}}
+{{- $model := (.group | default dict).model | default (include "moonpool.models" .root | fromJsonArray | first) -}}
+{{- with include "moonpool.modelPath" $model.source -}}{{- $_ := set $config "model" . -}}{{- end -}}
+{{- if or $model.name $values.model.servedNames -}}{{- $_ := set $config "served_model_name" $model.names -}}{{- end -}}
+{{- else if not .withoutModels -}}
+{{- $models := list -}}
+{{- range include "moonpool.models" .root | fromJsonArray -}}
+{{- $entry := dict "name" (first .names) "path" (include "moonpool.modelPath" .source) "aliases" (rest .names) -}}
+{{- include "moonpool.addSettings" (dict "config" $entry "settings" .config "only" $shared) -}}
+{{- $models = append $models $entry -}}
+{{- end -}}
+{{- $_ := set $config "models" $models -}}
+{{- end -}}
+{{- $_ := set $config "conductor" (include "moonpool.conductors" .root | fromJsonArray) -}}
+{{- $_ := set $config "cluster_name" (printf "%s/%s" .root.Release.Namespace .root.Release.Name) -}}
+{{- $_ := set $config "drain_grace" (int $values.frontend.drainSeconds) -}}
+{{- $_ := set $config "worker_drain_grace" (int $values.workerDrainSeconds) -}}
+{{- $_ := set $config "pool_bytes" $values.pool.bytes -}}
+{{- with include "moonpool.redisUrl" .root -}}{{- $_ := set $config "redis_url" . -}}{{- end -}}
+{{- if $values.pool.ssd.hostPath -}}
 {{- $_ := set $config "pool_ssd_dir" "/var/lib/moonpool/ssd" -}}
-{{- with .Values.pool.ssd.bytes -}}{{- $_ := set $config "pool_ssd_bytes" . -}}{{- end -}}
+{{- with $values.pool.ssd.bytes -}}{{- $_ := set $config "pool_ssd_bytes" . -}}{{- end -}}
 {{- end -}}
-{{- if .Values.pool.hugepages.amount -}}{{- $_ := set $config "pool_hugepages" "on" -}}{{- end -}}
-{{- with .Values.rdma.devices -}}{{- $_ := set $config "rdma_devices" . -}}{{- end -}}
-{{- if .Values.slo.record -}}
+{{- if $values.pool.hugepages.amount -}}{{- $_ := set $config "pool_hugepages" "on" -}}{{- end -}}
+{{- with $values.rdma.devices -}}{{- $_ := set $config "rdma_devices" . -}}{{- end -}}
+{{- if $values.slo.record -}}
 {{- $_ := set $config "slo_file" "/etc/moonpool/slo/slo.yaml" -}}
-{{- $_ := set $config "slo_force" .Values.slo.force -}}
+{{- $_ := set $config "slo_force" $values.slo.force -}}
 {{- end -}}
-{{- if .Values.tls.enabled -}}
+{{- if $values.tls.enabled -}}
 {{- $_ := set $config "tls_cert" "/etc/moonpool/tls/tls.crt" -}}
 {{- $_ := set $config "tls_key" "/etc/moonpool/tls/tls.key" -}}
 {{- $_ := set $config "tls_ca" "/etc/moonpool/tls/ca.crt" -}}
 {{- end -}}
-{{- if .Values.joinToken.existingSecret -}}{{- $_ := set $config "join_token_file" "/etc/moonpool/join/tokens" -}}{{- end -}}
+{{- if $values.joinToken.existingSecret -}}{{- $_ := set $config "join_token_file" "/etc/moonpool/join/tokens" -}}{{- end -}}
 {{- toYaml $config -}}
 {{- end -}}
 
@@ -162,24 +163,13 @@ redis://{{ include "moonpool.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6
 {{- if and (hasKey .Values.config "colocated_prefill") (hasKey .Values.config "undivided") -}}
 {{- fail "config.undivided and config.colocated_prefill are two names of one setting: omit config.undivided" -}}
 {{- end -}}
-{{- $needed := dict "pvc" "existingClaim" "hostPath" "hostPath" "imageVolume" "reference" "huggingface" "id" -}}
-{{- with get $needed .Values.model.source -}}
-{{- if not (get $.Values.model .) -}}
-{{- fail (printf "model.source %s needs model.%s, which is empty" $.Values.model.source .) -}}
-{{- end -}}
+{{- if and .Values.monitoring.serviceMonitor.enabled .Values.monitoring.podMonitors.enabled -}}
+{{- fail "monitoring.serviceMonitor.enabled and monitoring.podMonitors.enabled conflict, since every process would be scraped twice: set one of them to false" -}}
 {{- end -}}
 {{- if and .Values.model.cache.existingClaim .Values.model.cache.hostPath -}}
 {{- fail "model.cache.existingClaim and model.cache.hostPath conflict: set one of them" -}}
 {{- end -}}
-{{- $roles := dict -}}
-{{- range $name, $group := .Values.workers -}}
-{{- if has $name (list "conductor" "frontend" "pool" "redis" "worker" "launcher" "ray" "ray-head" "config") -}}
-{{- fail (printf "workers.%s: this name is reserved for another role; choose another one" $name) -}}
-{{- end -}}
-{{- if $group -}}{{- $_ := set $roles $group.role true -}}{{- end -}}
-{{- end -}}
-{{- if not (or $roles.aggregated (and $roles.prefill $roles.decode)) -}}
-{{- fail "workers must have a group with role prefill and one with role decode, or one with role aggregated" -}}
-{{- end -}}
+{{- include "moonpool.checkModels" . -}}
 {{- include "moonpool.checkEngines" . -}}
+{{- include "moonpool.checkScaling" . -}}
 {{- end -}}

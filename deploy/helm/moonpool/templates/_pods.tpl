@@ -1,5 +1,6 @@
-{{- /* Parts of pods of all roles. Each template takes a dict with root (the chart's scope), pod (values as frontend.pod)
-and moves (true for workers and pool nodes, which transfer KV). */ -}}
+{{- /* Parts of pods of all roles. Each template takes a dict with root (the chart's scope), pod (values as frontend.pod),
+moves (true for workers and pool nodes, which transfer KV), models (those that it needs, of "moonpool.models"), and group (of
+"moonpool.groups", for workers that have a configuration file of their own). withoutModels: a change of `models` restarts no pod. */ -}}
 
 {{- define "moonpool.podMetadata" -}}
 labels:
@@ -13,7 +14,7 @@ labels:
   {{- end }}
 annotations:
   {{- /* Excludes the record of objectives, whose versions change in a running cluster. */}}
-  checksum/config: {{ include "moonpool.config" .root | sha256sum }}
+  checksum/config: {{ include "moonpool.config" (pick . "root" "group" "withoutModels") | sha256sum }}
   {{- with .pod.annotations }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
@@ -27,7 +28,7 @@ annotations:
 {{- define "moonpool.podSpec" -}}
 {{- $rdma := and .moves .root.Values.rdma.enabled -}}
 {{- $root := and $rdma .root.Values.rdma.runAsRoot -}}
-serviceAccountName: {{ include "moonpool.serviceAccount" .root }}
+serviceAccountName: {{ .serviceAccount | default (include "moonpool.serviceAccount" .root) }}
 automountServiceAccountToken: false
 {{- /* For a service named moonpool, Kubernetes would set MOONPOOL_... variables, which the roles reject. */}}
 enableServiceLinks: false
@@ -117,7 +118,7 @@ env:
     value: k8s.namespace.name={{ $.root.Release.Namespace }},k8s.pod.name=$(POD_NAME),k8s.node.name=$(NODE_NAME)
   {{- end }}
   {{- end }}
-  {{- if and .model (eq .root.Values.model.source "huggingface") }}
+  {{- if include "moonpool.usesHub" . }}
   - {name: HF_HOME, value: /models/hub}
   - {name: HF_HUB_OFFLINE, value: "1"}
   {{- end }}
@@ -177,18 +178,20 @@ livenessProbe:
 
 {{- define "moonpool.mounts" -}}
 - {name: tmp, mountPath: /tmp}
-- {name: config, mountPath: /etc/moonpool/moonpool.yaml, subPath: moonpool.yaml, readOnly: true}
+- {name: config, mountPath: /etc/moonpool/moonpool.yaml, subPath: {{ include "moonpool.configFile" .group }}, readOnly: true}
 {{- if .root.Values.tls.enabled }}
 - {name: tls, mountPath: /etc/moonpool/tls, readOnly: true}
 {{- end }}
 {{- if .root.Values.joinToken.existingSecret }}
 - {name: join, mountPath: /etc/moonpool/join, readOnly: true}
 {{- end }}
-{{- if and .model (has .root.Values.model.source (list "pvc" "hostPath" "imageVolume")) }}
-- {name: model, mountPath: {{ .root.Values.model.path }}, readOnly: true{{ with .root.Values.model.subPath }}, subPath: {{ . }}{{ end }}}
+{{- range .models }}
+{{- if has .source.source (list "pvc" "hostPath" "imageVolume") }}
+- {name: model{{ include "moonpool.modelSuffix" . }}, mountPath: {{ .source.path }}, readOnly: true{{ with .source.subPath }}, subPath: {{ . }}{{ end }}}
 {{- end }}
-{{- if and .model (eq .root.Values.model.source "huggingface") }}
-- {name: model, mountPath: /models/hub, readOnly: true}
+{{- end }}
+{{- if include "moonpool.usesHub" . }}
+- {name: {{ include "moonpool.hubVolume" .root }}, mountPath: /models/hub, readOnly: true}
 {{- end }}
 {{- if and .moves .root.Values.pool.sharedMemory.enabled (eq .root.Values.mode "statefulset") }}
 - {name: sockets, mountPath: /run/moonpool}
@@ -217,18 +220,21 @@ livenessProbe:
 - name: join
   secret: {secretName: {{ . }}, items: [{key: tokens, path: tokens}], defaultMode: 0440}
 {{- end }}
-{{- with .root.Values.model }}
-{{- if and $.model (has .source (list "pvc" "hostPath" "imageVolume")) }}
-- name: model
-  {{- if eq .source "pvc" }}
-  persistentVolumeClaim: {claimName: {{ .existingClaim }}, readOnly: true}
-  {{- else if eq .source "hostPath" }}
-  hostPath: {path: {{ .hostPath }}, type: Directory}
+{{- range .models }}
+{{- if has .source.source (list "pvc" "hostPath" "imageVolume") }}
+- name: model{{ include "moonpool.modelSuffix" . }}
+  {{- if eq .source.source "pvc" }}
+  persistentVolumeClaim: {claimName: {{ .source.existingClaim }}, readOnly: true}
+  {{- else if eq .source.source "hostPath" }}
+  hostPath: {path: {{ .source.hostPath }}, type: Directory}
   {{- else }}
-  image: {reference: {{ .reference | quote }}, pullPolicy: {{ $.root.Values.image.pullPolicy }}}
+  image: {reference: {{ .source.reference | quote }}, pullPolicy: {{ $.root.Values.image.pullPolicy }}}
   {{- end }}
-{{- else if and $.model (eq .source "huggingface") }}
-- name: model
+{{- end }}
+{{- end }}
+{{- if include "moonpool.usesHub" . }}
+{{- with .root.Values.model }}
+- name: {{ include "moonpool.hubVolume" $.root }}
   {{- if .cache.existingClaim }}
   persistentVolumeClaim: {claimName: {{ .cache.existingClaim }}}
   {{- else if .cache.hostPath }}
@@ -262,7 +268,7 @@ livenessProbe:
 
 {{- /* Init containers of a pod; empty without any. weights: true for pods that compute. */ -}}
 {{- define "moonpool.initContainers" -}}
-{{- $own := printf "%s%s" (include "moonpool.prepareSockets" .) (include "moonpool.downloadModel" .) -}}
+{{- $own := printf "%s%s" (include "moonpool.prepareSockets" .) (include "moonpool.downloadModels" .) -}}
 {{- $further := "" -}}
 {{- with .pod.initContainers -}}{{- $further = printf "\n%s" (toYaml .) -}}{{- end -}}
 {{- $all := printf "%s%s" $own $further | trim -}}
@@ -272,19 +278,31 @@ initContainers:
 {{- end -}}
 {{- end -}}
 
-{{- /* Downloads the model of the Hugging Face hub into the cache; the roles find it there and need no network. */ -}}
-{{- define "moonpool.downloadModel" -}}
-{{- if and .model (eq .root.Values.model.source "huggingface") }}
-- name: model
+{{- /* "true" if the pod needs a model of the Hugging Face hub, else empty. */ -}}
+{{- define "moonpool.usesHub" -}}
+{{- range .models -}}{{- if eq .source.source "huggingface" -}}true{{- end -}}{{- end -}}
+{{- end -}}
+
+{{- /* (root): the volume with all models of the hub. */ -}}
+{{- define "moonpool.hubVolume" -}}
+{{- ternary "hub" "model" (not (empty .Values.models)) -}}
+{{- end -}}
+
+{{- /* Downloads the models of the Hugging Face hub into the cache; the roles find them there and need no network. */ -}}
+{{- define "moonpool.downloadModels" -}}
+{{- range $model := .models }}
+{{- if eq $model.source.source "huggingface" }}
+{{- with $ }}
+- name: model{{ include "moonpool.modelSuffix" $model }}
   image: {{ include "moonpool.image" . }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   args:
     - download
-    - {{ include "moonpool.model" .root | quote }}
+    - {{ include "moonpool.modelPath" $model.source | quote }}
     {{- if not .weights }}
     - --no-weights
     {{- end }}
-    {{- if eq (include "moonpool.engine" .root) "vllm" }}
+    {{- if eq (include "moonpool.engine" (dict "root" .root "model" $model)) "vllm" }}
     - --any-family
     {{- end }}
   env:
@@ -307,7 +325,9 @@ initContainers:
     limits: {memory: 2Gi}
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
-    - {name: model, mountPath: /models/hub}
+    - {name: {{ include "moonpool.hubVolume" .root }}, mountPath: /models/hub}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -330,27 +350,6 @@ initContainers:
   volumeMounts:
     - {name: sockets, mountPath: /run/moonpool}
 {{- end }}
-{{- end -}}
-
-{{- /* (root, name, component, kind, target, autoscaling) */ -}}
-{{- define "moonpool.autoscaler" -}}
-apiVersion: autoscaling/v2
-kind: HorizontalPodAutoscaler
-metadata:
-  {{- include "moonpool.metadata" . | nindent 2 }}
-spec:
-  scaleTargetRef:
-    apiVersion: apps/v1
-    kind: {{ .kind }}
-    name: {{ include "moonpool.fullname" .root }}-{{ .name }}
-  minReplicas: {{ int .autoscaling.minReplicas }}
-  maxReplicas: {{ int .autoscaling.maxReplicas }}
-  metrics:
-    {{- toYaml .autoscaling.metrics | nindent 4 }}
-  {{- with .autoscaling.behavior }}
-  behavior:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
 {{- end -}}
 
 {{- /* (root, name, component, budget) */ -}}

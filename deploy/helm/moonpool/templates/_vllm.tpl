@@ -1,17 +1,12 @@
 {{- /* Groups of workers with vLLM as their engine (docs/vllm.md). */ -}}
 
-{{- /* Engine of each group, by the group's name, as JSON. */ -}}
-{{- define "moonpool.engines" -}}
-{{- $engines := dict -}}
-{{- range $name, $group := .Values.workers -}}
-{{- if $group -}}{{- $_ := set $engines $name ($group.engine | default $.Values.config.engine | default "transformer") -}}{{- end -}}
-{{- end -}}
-{{- $engines | toJson -}}
-{{- end -}}
-
-{{- /* The engine of all groups, which is the same. */ -}}
+{{- /* (root, model): the engine of all groups of the model, which is the same. */ -}}
 {{- define "moonpool.engine" -}}
-{{- include "moonpool.engines" . | fromJson | values | uniq | first -}}
+{{- $engines := list -}}
+{{- range include "moonpool.groups" .root | fromJsonArray -}}
+{{- if eq .model.name $.model.name -}}{{- $engines = append $engines .engine -}}{{- end -}}
+{{- end -}}
+{{- first $engines -}}
 {{- end -}}
 
 {{- /* (root, group, pod): what a pod of the group has beside that of other engines, as JSON: image, gpus, shmSize. A number
@@ -77,39 +72,50 @@ of GPUs that the pod's own resources name stays as it is. */ -}}
 {{- end -}}
 
 {{- define "moonpool.checkEngines" -}}
-{{- $engines := include "moonpool.engines" . | fromJson -}}
-{{- if gt ($engines | values | uniq | len) 1 -}}
+{{- $groups := include "moonpool.groups" . | fromJsonArray -}}
+{{- range $model := include "moonpool.models" . | fromJsonArray -}}
+{{- $engines := list -}}
 {{- $said := list -}}
-{{- range $name, $engine := $engines -}}{{- $said = append $said (printf "%s has %s" $name $engine) -}}{{- end -}}
-{{- fail (printf "workers must have the same engine in all groups, since they serve one model, got %s: change one of them, or remove a group by setting it to null" (join ", " $said)) -}}
+{{- range $groups -}}
+{{- if eq .model.name $model.name -}}
+{{- $engines = append $engines .engine | uniq -}}
+{{- $said = append $said (printf "%s has %s" .name .engine) -}}
 {{- end -}}
-{{- range $name, $engine := $engines -}}
-{{- $group := get $.Values.workers $name -}}
-{{- if eq $engine "vllm" -}}
-{{- include "moonpool.checkVllm" (dict "root" $ "name" $name "group" $group) -}}
+{{- end -}}
+{{- if gt (len $engines) 1 -}}
+{{- fail (printf "%s must have the same engine in all groups, since they serve one model, got %s: change one of them, or remove a group by setting it to null" $model.at (join ", " $said)) -}}
+{{- end -}}
+{{- end -}}
+{{- range $group := $groups -}}
+{{- if eq .engine "vllm" -}}
+{{- include "moonpool.checkVllm" (dict "root" $ "at" .at "group" .values) -}}
 {{- else -}}
-{{- range list "tensorParallelSize" "vllmArgs" "image" "shmSize" "startupProbe" -}}
-{{- if hasKey $group . -}}
-{{- fail (printf "workers.%s.%s needs the engine vllm, got %s: set workers.%s.engine to vllm, or omit it" $name . $engine $name) -}}
+{{- range list "tensorParallelSize" "vllmArgs" "shmSize" "startupProbe" -}}
+{{- if hasKey $group.values . -}}
+{{- fail (printf "%s.%s needs the engine vllm, got %s: set %s.engine to vllm, or omit it" $group.at . $group.engine $group.at) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
-{{- /* (root, name, group): checks of a group with engine vllm. */ -}}
+{{- /* (root, at, group): checks of a group with engine vllm. */ -}}
 {{- define "moonpool.checkVllm" -}}
-{{- $name := .name -}}
+{{- $at := .at -}}
 {{- if ne .root.Values.mode "statefulset" -}}
-{{- fail (printf "workers.%s: engine vllm needs mode statefulset, got %s: Ray gives each worker one GPU and runs all of them in one image; set mode to statefulset" $name .root.Values.mode) -}}
+{{- fail (printf "%s: engine vllm needs mode statefulset, got %s: Ray gives each worker one GPU and runs all of them in one image; set mode to statefulset" $at .root.Values.mode) -}}
 {{- end -}}
 {{- if .root.Values.config.vllm_args -}}
-{{- fail (printf "config.vllm_args conflicts with workers.%s, which passes on its own arguments: give them in workers.%s.vllmArgs" $name $name) -}}
+{{- fail (printf "config.vllm_args conflicts with %s, which passes on its own arguments: give them in %s.vllmArgs" $at $at) -}}
 {{- end -}}
 {{- $size := int (.group.tensorParallelSize | default 1) -}}
 {{- $gpus := include "moonpool.namedGpus" (mergeOverwrite (deepCopy .root.Values.workerPod) (deepCopy (.group.pod | default dict))) -}}
 {{- if and $gpus (not (has (int $gpus) (list 0 $size))) -}}
-{{- fail (printf "workers.%s.tensorParallelSize is %d, but its pod's resources name nvidia.com/gpu: %s: they must be equal (or omit nvidia.com/gpu, which then follows tensorParallelSize); for more workers raise workers.%s.replicas" $name $size $gpus $name) -}}
+{{- $remedy := printf "they must be equal (or omit nvidia.com/gpu, which then follows tensorParallelSize); for more workers raise %s.replicas" $at -}}
+{{- if .group.leaderWorkerSet -}}
+{{- $remedy = "they must be equal: each pod of a LeaderWorkerSet is a whole worker, since vLLM's processes and the KV slots of a worker share the memory of one host; set tensorParallelSize to the GPUs of one pod" -}}
+{{- end -}}
+{{- fail (printf "%s.tensorParallelSize is %d, but its pod's resources name nvidia.com/gpu: %s: %s" $at $size $gpus $remedy) -}}
 {{- end -}}
 {{- $refused := .root.Files.Get "files/vllm-arguments.yaml" | fromYaml -}}
 {{- range include "moonpool.vllmWords" (.group.vllmArgs | default list) | fromJsonArray -}}
@@ -117,7 +123,7 @@ of GPUs that the pod's own resources name stays as it is. */ -}}
 {{- $argument := index (splitList "=" .) 0 -}}
 {{- $key := regexReplaceAll "^-+(no-)?([^.]*).*$" (replace "_" "-" $argument) "${2}" -}}
 {{- with get $refused $key -}}
-{{- fail (printf "workers.%s.vllmArgs must not contain %s: %s" $name $argument .) -}}
+{{- fail (printf "%s.vllmArgs must not contain %s: %s" $at $argument .) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
