@@ -178,7 +178,7 @@ def at_a_glance() -> str:
     ]
     return f"""## At a glance
 
-Each section names the script that repeats it, and says what bounds a figure that misses its aim.
+Each section names the script that repeats the measurement, and says what limits a figure that misses its aim. "A to B" is the ratio A ÷ B.
 
 {table(["question", "section", "figure", "aim"], linked)}"""
 
