@@ -12,8 +12,8 @@ from conductor.core import Core
 from conductor.directory import WindowedBlocks
 from conductor.errors import FrontendRefused, MalformedCall
 from conductor.frontend_streams import FrontendStreams
-from conductor.policy.decisions import Copy, Decision, Place, Reject
-from conductor.policy.events import FrontendLost, SiblingMatch
+from conductor.policy.decisions import Admissible, Copy, Decision, Place, Reject
+from conductor.policy.events import AdmissionAsked, FrontendLost, RequestArrived, SiblingMatch
 from conductor.pools import PoolNodes
 from conductor.registry import Registry
 from conductor.worker_memory import WorkerMemory
@@ -79,6 +79,35 @@ class Scheduling:
     def schedule(self, request: conductor_pb2.ScheduleRequest, reply: conductor_pb2.ScheduleReply) -> None:
         """Decide on a request and fill the empty reply. Raises MalformedCall."""
         logs.attempt(request.request_id, request.attempt)
+        event, keys = self._event_of(request)
+        with tracing.begin(
+            "place", request.traceparent, request_id=request.request_id, attempt=request.attempt
+        ) as span:
+            decisions = self._core.handle(event, keys)
+            if request.wants_receipt and isinstance(decisions[0], Place):
+                self._name_decision(reply.placement)
+            self._carry_out(decisions, request)
+            self._write(decisions, reply)
+            if span.is_on:
+                span.note(**wire.decision_fields(reply))
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("decided", extra=wire.decision_fields(reply))
+
+    def preview(self, request: conductor_pb2.ScheduleRequest) -> conductor_pb2.PreviewReply:
+        """Judge a request without placing it. Raises MalformedCall."""
+        logs.attempt(request.request_id, request.attempt)
+        event, _ = self._event_of(request)
+        match self._core.handle(AdmissionAsked(event)):
+            case [Admissible(_, reuse_blocks, ttft_s, tbt_s)]:
+                found = conductor_pb2.Prediction(ttft_s=ttft_s, tbt_s=tbt_s, reuse_blocks=reuse_blocks)
+                return conductor_pb2.PreviewReply(admitted=found)
+            case [Reject() as reject]:
+                return conductor_pb2.PreviewReply(rejection=wire.rejection(reject))
+            case other:
+                raise AssertionError(f"unexpected decision on a preview: {other}")
+
+    def _event_of(self, request: conductor_pb2.ScheduleRequest) -> tuple[RequestArrived, NDArray[np.uint64]]:
+        """Return the request with what the directories hold of its prompt, and its keys. Raises MalformedCall."""
         try:
             keys = short_keys_from_bytes(request.chain)
         except KvPoolError as error:
@@ -93,19 +122,7 @@ class Scheduling:
         own = self._workers.match(kv_namespace, keys, windows) if peer is not None else None
         replicas = self._pools.replicas.within(kv_namespace, keys)
         siblings = self._siblings(peer.siblings, keys) if peer is not None else ()
-        with tracing.begin(
-            "place", request.traceparent, request_id=request.request_id, attempt=request.attempt
-        ) as span:
-            event = wire.request_arrived(request, kv_namespace, matches, keys, replicas, own, siblings)
-            decisions = self._core.handle(event, keys)
-            if request.wants_receipt and isinstance(decisions[0], Place):
-                self._name_decision(reply.placement)
-            self._carry_out(decisions, request)
-            self._write(decisions, reply)
-            if span.is_on:
-                span.note(**wire.decision_fields(reply))
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("decided", extra=wire.decision_fields(reply))
+        return wire.request_arrived(request, kv_namespace, matches, keys, replicas, own, siblings), keys
 
     def _siblings(
         self, siblings: Iterable[conductor_pb2.Sibling], keys: NDArray[np.uint64]

@@ -12,7 +12,7 @@ import grpc
 from conductor import wire
 from conductor.core import Core
 from conductor.directory.feeds import directory_samples, sample
-from conductor.errors import FrontendRefused, JoinRefused, NodeInUse, SwitchRefused, UnknownNode
+from conductor.errors import FrontendRefused, JoinRefused, MalformedCall, NodeInUse, SwitchRefused, UnknownNode
 from conductor.metrics import admission_samples, cost_samples, tenant_samples
 from conductor.overview import overview, request_to_json
 from conductor.persistence import Persistence
@@ -99,6 +99,12 @@ class ConductorService(ConductorServicer):
         except FrontendRefused as error:
             log.warning("refused: %s", error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+    async def Preview(self, request: conductor_pb2.ScheduleRequest, context: Context) -> conductor_pb2.PreviewReply:
+        try:
+            return self.scheduling.preview(request)
+        except MalformedCall as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     async def Cluster(self, request: conductor_pb2.ClusterRequest, context: Context) -> conductor_pb2.ClusterReply:
         self._slo.keeper.known_tenants.hear(request.frontend_id, request.tenants)

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -78,6 +78,13 @@ class ApiKeys:
     def caller(self, authorization: str | None) -> ApiCaller:
         """Return the caller of an Authorization header. Raises Unauthorized."""
         return self._caller(authorization) if self._required else ANYBODY
+
+    def of_headers(self, headers: Mapping[str, str]) -> ApiCaller:
+        """Return the caller of a request with these headers. Raises Unauthorized."""
+        authorization, key = headers.get("authorization"), headers.get("x-api-key")
+        if authorization is None and key is not None:  # as Anthropic's clients send it
+            authorization = f"Bearer {key}"
+        return self.caller(authorization)
 
     def admin(self, authorization: str | None) -> ApiCaller:
         """Return the caller of an admin's action.

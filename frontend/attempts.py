@@ -4,7 +4,7 @@
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Final
@@ -271,13 +271,21 @@ class Placer:
         while True:
             self.is_known, self._stream = True, None
             with span.child("schedule", "client") as asking:
-                requested = self._schedule(excluded, asking.traceparent)
+                requested = schedule_request(
+                    self._request,
+                    self._frontend_id,
+                    attempt=self._attempt,
+                    token_ids=self._facts.token_ids,
+                    excluded=excluded,
+                    traceparent=asking.traceparent,
+                )
                 reply, self._stream = await self._conductor.schedule(requested, deadline_s=deadline_s)
             if isinstance(reply, conductor_pb2.Placement):
                 break
             self.is_known = False
             if not self._may_wait(reply) or monotonic() + pause_s > started_s + self._grace_s:
-                raise self._rejection_error(reply)
+                self._metrics.rejected(reply.reason if reply.reason in _REASONS else "other")
+                raise rejection_error(reply)
             await asyncio.sleep(pause_s)
             # No other node can take the request: the failed ones may be used again, but each only after its pause.
             excluded = self._avoided_nodes.held_off(monotonic())
@@ -326,41 +334,6 @@ class Placer:
         )
         self.is_known = False
 
-    def _schedule(self, excluded: list[str], traceparent: str) -> conductor_pb2.ScheduleRequest:
-        request, generated = self._request, self._facts.token_ids
-        ids, chain = request.extended(generated)
-        return conductor_pb2.ScheduleRequest(
-            request_id=request.request_id,
-            attempt=self._attempt,
-            frontend_id=self._frontend_id,
-            model=request.model,
-            prompt_tokens=len(ids),
-            max_new_tokens=request.sampling.max_tokens - len(generated),
-            chain=chain,
-            generated=len(generated),
-            exclude_nodes=excluded,
-            ttft_objective_s=request.ttft_objective_s,
-            tpot_objective_s=request.tpot_objective_s,
-            tenant=request.tenant,
-            slo_class=request.slo_class,
-            priority=request.priority,
-            waited_s=max(0.0, monotonic() - request.arrival_s),
-            endless=request.idle_s > 0,
-            traceparent=traceparent,
-            allowed_classes=request.allowed_classes,
-            previous_tokens=request.previous_tokens,
-            wants_receipt=request.wants_receipt,
-            hints=request.hints.to_proto(),
-            session=self._session(),
-            window_tokens=request.rolling.window + request.block_tokens if request.rolling is not None else 0,
-        )
-
-    def _session(self) -> conductor_pb2.Session | None:
-        request = self._request
-        if not request.session and not request.parent_session:
-            return None
-        return conductor_pb2.Session(id=request.session, parent_id=request.parent_session)
-
     def _may_wait(self, rejection: conductor_pb2.Rejection) -> bool:
         """Return True if the request should wait and ask again instead of failing.
 
@@ -376,17 +349,59 @@ class Placer:
             return rejection.may_return
         return bool(self._facts.token_ids) or rejection.reason == "no_nodes"
 
-    def _rejection_error(self, rejection: conductor_pb2.Rejection) -> ApiError:
-        reason, text = rejection.reason, rejection.message or f"rejected by the conductor: {rejection.reason}"
-        self._metrics.rejected(reason if reason in _REASONS else "other")
-        if reason == "too_long":
-            return ContextLengthExceeded(text)
-        if reason == "unknown_class":
-            return InvalidRequest(text, param="slo_class", code="unknown_class")
-        if reason == "denied_class":
-            return Forbidden(text, param="slo_class", code="denied_class")
-        if reason == "unknown_model":
-            return ModelNotServed(text, param="model")
-        if reason == "no_nodes":
-            return ServiceUnavailable(text, code="no_nodes", retry_after_s=rejection.retry_after_s or 1.0)
-        return Overloaded(text, code=reason or None, retry_after_s=rejection.retry_after_s)
+
+def schedule_request(
+    request: GenerationRequest,
+    frontend_id: str,
+    *,
+    attempt: int = 0,
+    token_ids: Sequence[int] = (),
+    excluded: Sequence[str] = (),
+    traceparent: str = "",
+) -> conductor_pb2.ScheduleRequest:
+    """Return the call that asks for a placement of an attempt; `token_ids`: those that the client has received."""
+    ids, chain = request.extended(token_ids)
+    session = None
+    if request.session or request.parent_session:
+        session = conductor_pb2.Session(id=request.session, parent_id=request.parent_session)
+    return conductor_pb2.ScheduleRequest(
+        request_id=request.request_id,
+        attempt=attempt,
+        frontend_id=frontend_id,
+        model=request.model,
+        prompt_tokens=len(ids),
+        max_new_tokens=request.sampling.max_tokens - len(token_ids),
+        chain=chain,
+        generated=len(token_ids),
+        exclude_nodes=excluded,
+        ttft_objective_s=request.ttft_objective_s,
+        tpot_objective_s=request.tpot_objective_s,
+        tenant=request.tenant,
+        slo_class=request.slo_class,
+        priority=request.priority,
+        waited_s=max(0.0, monotonic() - request.arrival_s),
+        endless=request.idle_s > 0,
+        traceparent=traceparent,
+        allowed_classes=request.allowed_classes,
+        previous_tokens=request.previous_tokens,
+        wants_receipt=request.wants_receipt,
+        hints=request.hints.to_proto(),
+        session=session,
+        window_tokens=request.rolling.window + request.block_tokens if request.rolling is not None else 0,
+    )
+
+
+def rejection_error(rejection: conductor_pb2.Rejection) -> ApiError:
+    """Return the client's error for a rejection by the conductor."""
+    reason, text = rejection.reason, rejection.message or f"rejected by the conductor: {rejection.reason}"
+    if reason == "too_long":
+        return ContextLengthExceeded(text)
+    if reason == "unknown_class":
+        return InvalidRequest(text, param="slo_class", code="unknown_class")
+    if reason == "denied_class":
+        return Forbidden(text, param="slo_class", code="denied_class")
+    if reason == "unknown_model":
+        return ModelNotServed(text, param="model")
+    if reason == "no_nodes":
+        return ServiceUnavailable(text, code="no_nodes", retry_after_s=rejection.retry_after_s or 1.0)
+    return Overloaded(text, code=reason or None, retry_after_s=rejection.retry_after_s)

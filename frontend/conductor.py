@@ -386,13 +386,20 @@ class ConductorClient:
 
         Raises ControlError.
         """
+        return await self._first_answer("Cluster", lambda stub: stub.Cluster(self._cluster), deadline_s)
+
+    async def preview(self, request: conductor_pb2.ScheduleRequest, *, deadline_s: float) -> conductor_pb2.PreviewReply:
+        """Return the first answering conductor's judgement of a request that it does not place; as `cluster`."""
+        return await self._first_answer("Preview", lambda stub: stub.Preview(request), deadline_s)
+
+    async def _first_answer(
+        self, what: str, make: "Callable[[ConductorAsyncStub], Awaitable[T]]", deadline_s: float
+    ) -> T:
         failure: ControlError | None = None
         for stream in self._by_preference():
             try:
-                pending = stream.stub.Cluster(self._cluster)
-                return await _tracked(
-                    stream, call(pending, what="Conductor.Cluster", target=stream.target, deadline_s=deadline_s)
-                )
+                pending = call(make(stream.stub), what=f"Conductor.{what}", target=stream.target, deadline_s=deadline_s)
+                return await _tracked(stream, pending)
             except (Unavailable, ControlDeadlineExceeded) as error:
                 failure = failure or error
         assert failure is not None  # there is at least one stream

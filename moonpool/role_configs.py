@@ -7,7 +7,14 @@ import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moonpool.config import ConductorRole, FrontendRole, KvAgentRole, PoolNodeRole, WorkerRole
+from moonpool.config import (
+    ConductorRole,
+    EndpointPickerRole,
+    FrontendRole,
+    KvAgentRole,
+    PoolNodeRole,
+    WorkerRole,
+)
 from moonpool.errors import ConfigError
 from moonpool.model_files import cost_profiles_of
 from moonpool.slo.file import checked_objectives
@@ -20,6 +27,7 @@ from settings.worker import ModelSettings
 if TYPE_CHECKING:
     from conductor.config import ConductorConfig
     from conductor.policy.objectives import SloRecord
+    from endpoint_picker import EndpointPickerConfig
     from frontend import FrontendConfig
     from kvpool import PoolNodeConfig
     from messenger import MessengerConfig
@@ -127,6 +135,18 @@ def frontend_config(config: FrontendRole, node_id: str) -> "FrontendConfig":
         http=config.http,
         blocks=config.blocks,
         node=replace(config.node, node_id=node_id),
+    )
+
+
+def endpoint_picker_config(config: EndpointPickerRole, node_id: str) -> "EndpointPickerConfig":
+    from endpoint_picker import EndpointPickerConfig
+
+    return EndpointPickerConfig(
+        picker=config.picker,
+        node=replace(config.node, node_id=node_id),
+        listen=config.listen,
+        http=config.http,
+        admission=frontend_config(config, node_id) if config.reads_model else None,
     )
 
 

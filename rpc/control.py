@@ -46,6 +46,7 @@ __all__ = [
     "outgoing",
     "run",
     "secure",
+    "start_public_server",
     "start_server",
 ]
 
@@ -132,9 +133,6 @@ async def start_server(listen_target: str, add: Callable[[grpc.aio.Server], None
     the target is malformed.
     """
     path = _unix_path(listen_target)
-    host_port = _split_host_port(listen_target) if path is None else None
-    if path is not None:
-        unix_socket.claim_socket(path)
     own = _identity if path is None else None
     guards: list[grpc.aio.ServerInterceptor] = [TokensOnly(_tokens)] if _tokens else []
     if own is not None:
@@ -145,15 +143,38 @@ async def start_server(listen_target: str, add: Callable[[grpc.aio.Server], None
             "tls_cert, tls_key and tls_ca, too",
             listen_target,
         )
+    return await _start(listen_target, add, guards, server_credentials(own) if own is not None else None)
+
+
+async def start_public_server(
+    listen_target: str, add: Callable[[grpc.aio.Server], None], credentials: grpc.ServerCredentials | None
+) -> ControlServer:
+    """Start a server as `start_server` does, for callers that are no members of the cluster, such as a gateway.
+
+    They need neither a join token nor a certificate. The server shows `credentials`; None: no encryption.
+    """
+    return await _start(listen_target, add, [], credentials)
+
+
+async def _start(
+    listen_target: str,
+    add: Callable[[grpc.aio.Server], None],
+    guards: list[grpc.aio.ServerInterceptor],
+    credentials: grpc.ServerCredentials | None,
+) -> ControlServer:
+    path = _unix_path(listen_target)
+    host_port = _split_host_port(listen_target) if path is None else None
+    if path is not None:
+        unix_socket.claim_socket(path)
     server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=guards)
     add(server)
     try:
-        if own is None:
+        if credentials is None:
             port = server.add_insecure_port(listen_target)
             if path is not None:
                 path.chmod(0o600)
         else:
-            port = server.add_secure_port(listen_target, server_credentials(own))
+            port = server.add_secure_port(listen_target, credentials)
     except RuntimeError as error:
         await server.stop(None)
         raise _bind_error(listen_target, host_port, error) from error

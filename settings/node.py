@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from settings.keys import InvalidSetting, Key, SettingsGroup
 
 __all__ = [
+    "HOST_PORT",
     "LOG_LEVELS",
     "ConductorTargetSettings",
     "HealthSettings",
@@ -22,7 +23,7 @@ __all__ = [
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _TARGET = re.compile(r"unix:.+|[^:]+:\d{1,5}|\[[^\]]+\]:\d{1,5}")
-_HOST_PORT = re.compile(r"(?P<host>[^:/\[\]]+|\[[^\]/]+\]):(?P<port>\d{1,5})")
+HOST_PORT = re.compile(r"(?P<host>[^:/\[\]]+|\[[^\]/]+\]):(?P<port>\d{1,5})")
 SUPERVISOR_SOCKET = "supervisor.sock"  # of `serve`, in the socket_dir of the processes that it starts
 
 
@@ -106,7 +107,10 @@ class ConductorTargetSettings(SettingsGroup):
     panel: ClassVar[str] = "This node"
     conductor: Annotated[
         tuple[str, ...],
-        Key("gRPC address of a conductor; give those of all conductors", default_text="required"),
+        Key(
+            "gRPC address of a conductor; give those of all conductors",
+            default_text="required, but of an endpoint picker",
+        ),
     ] = ()
 
     def check(self) -> None:
@@ -147,7 +151,7 @@ class HealthSettings(SettingsGroup):
     @property
     def address(self) -> tuple[str, int] | None:
         """Host and port; None if there is no endpoint."""
-        found = _HOST_PORT.fullmatch(self.health)
+        found = HOST_PORT.fullmatch(self.health)
         return (found["host"].strip("[]"), int(found["port"])) if found else None
 
     def check(self) -> None:

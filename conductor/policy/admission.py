@@ -88,7 +88,10 @@ def forecast_of(
 
 
 def _cost_of(context: PlacementContext, plan: PlacementPlan, ttft_s: float, tbt_s: float) -> float:
-    """Return what serving the request costs (`shadow_prices`); time without a bound `ttft_s` or `tbt_s` is free."""
+    """Return what serving the request costs (`shadow_prices`), and count it in the demand.
+
+    Time without a bound `ttft_s` or `tbt_s` is free.
+    """
     request, decode, nodes = context.request, plan.decode, plan.places.prefill
     prefill_s, decode_s = plan.scores.best.prefill_s if ttft_s else 0.0, 0.0
     if decode is not None and tbt_s:
@@ -97,7 +100,11 @@ def _cost_of(context: PlacementContext, plan: PlacementPlan, ttft_s: float, tbt_
         decode_s = decode_need_s(answer_tokens, mean_context, context.costs.decode, tbt_s)
     if nodes.is_aggregated.item(plan.chosen):
         prefill_s, decode_s = prefill_s + decode_s, 0.0
-    return context.state.tally_of(request.model).prices.cost_of(context.now_ns, prefill_s, decode_s)
+    prices = context.state.tally_of(request.model).prices
+    cost = prices.cost_of(prefill_s, decode_s)
+    if not context.is_preview:
+        prices.count(context.now_ns, prefill_s, decode_s)
+    return cost
 
 
 def judge(

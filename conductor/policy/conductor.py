@@ -9,9 +9,10 @@ import numpy as np
 from conductor.policy.admission import judge_after_prefill, longest_prompts, unmeetable
 from conductor.policy.admission_evaluation import AdmissionEvaluation, RejectedCase
 from conductor.policy.costs import DECODE, PREFILL
-from conductor.policy.decisions import Copy, Decision, Place, Reject, ReleaseOrphan, Shrink, SwitchRole
+from conductor.policy.decisions import Admissible, Copy, Decision, Place, Reject, ReleaseOrphan, Shrink, SwitchRole
 from conductor.policy.events import (
     NS,
+    AdmissionAsked,
     CopyFinished,
     CostsGiven,
     DecodeAsked,
@@ -41,7 +42,7 @@ from conductor.policy.objectives import (
 )
 from conductor.policy.placement.colocated import COLOCATED_OUTCOMES
 from conductor.policy.placement.decode import decode_kernels
-from conductor.policy.placement.place import place
+from conductor.policy.placement.place import place, preview
 from conductor.policy.queue_position import accounts, accrue_endless
 from conductor.policy.replication import Replication
 from conductor.policy.reports import complete, lose_node, mismatches, report
@@ -83,6 +84,8 @@ class Conductor:
         match event:
             case RequestArrived():
                 decisions = place(now_ns, state, event)
+            case AdmissionAsked(request):
+                decisions = [preview(now_ns, state, request)]
             case DecodeAsked():
                 decisions = self._decode_asked(now_ns, event)
             case RequestCompleted():
@@ -430,6 +433,13 @@ class Conductor:
             if not event.attempt:
                 self._note_arrival(model, decisions[0])
             counts += ("arrived", 1), ("replaced", int(event.attempt > 0))
+        elif isinstance(event, AdmissionAsked):
+            # The placement that follows, or does not, is counted as such.
+            is_admissible = isinstance(decisions[0], Admissible)
+            self._state.count_all(
+                event.request.model, [("previewed", 1), ("previewed_rejected", int(not is_admissible))]
+            )
+            return
         elif not decisions:
             return
         else:

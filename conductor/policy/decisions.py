@@ -7,6 +7,7 @@ from conductor.policy.events import NO_QUEUE_KEY, QueueKey
 from jit.fast_dataclass import fast_dataclass
 
 __all__ = [
+    "Admissible",
     "ColocatedScore",
     "Considered",
     "Copy",
@@ -181,6 +182,16 @@ class Reject:
 
 
 @dataclass(frozen=True, slots=True)
+class Admissible:
+    """The request of an `AdmissionAsked` would be placed now, with these predictions. Nothing is reserved for it."""
+
+    request_id: str
+    reuse_blocks: int
+    predicted_ttft_s: float
+    predicted_tbt_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Copy:
     """Copy the prompt's leading `num_blocks` from pool node `source` into pool node `target`.
 
@@ -228,4 +239,4 @@ class SwitchRole:
     is_advice: bool
 
 
-Decision = Place | Reject | Copy | Shrink | ReleaseOrphan | SwitchRole
+Decision = Place | Reject | Admissible | Copy | Shrink | ReleaseOrphan | SwitchRole

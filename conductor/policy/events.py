@@ -25,6 +25,7 @@ __all__ = [
     "NO_MATCHES",
     "NO_QUEUE_KEY",
     "NS",
+    "AdmissionAsked",
     "CopyFinished",
     "CostsGiven",
     "DecodeAsked",
@@ -437,6 +438,13 @@ class FrontendLost:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmissionAsked:
+    """Would this request be admitted? Nothing is placed: an API server asks for the placement afterwards, if so."""
+
+    request: RequestArrived
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Periodic event without data: triggers time-outs, the release of orphans, and role planning."""
 
@@ -452,6 +460,7 @@ Event = (
     | ObjectivesChanged
     | CostsGiven
     | FrontendLost
+    | AdmissionAsked
     | Tick
 )
 
@@ -473,6 +482,9 @@ def clamp_event(event: Event) -> Event:
     match event:
         case RequestArrived():
             return _arrival(event)
+        case AdmissionAsked(request):
+            bounded = _arrival(request)
+            return event if bounded is request else AdmissionAsked(bounded)
         case NodeReported():
             return _report(event)
         case RequestCompleted():

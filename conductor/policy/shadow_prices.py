@@ -42,8 +42,12 @@ class ShadowPrices:
         self._num_samples = 0
         self._since_ns: int | None = None
 
-    def cost_of(self, now_ns: int, prefill_s: float, decode_s: float) -> float:
-        """Count an arriving request and return what it costs, in requests that could be served instead of it."""
+    def cost_of(self, prefill_s: float, decode_s: float) -> float:
+        """Return what a request costs, in requests that could be served instead of it."""
+        return self.prefill * prefill_s + self.decode * decode_s
+
+    def count(self, now_ns: int, prefill_s: float, decode_s: float) -> None:
+        """Add an arriving request to the demand."""
         last = (self._num_samples - 1) % _SAMPLES
         if self._since_ns is None:
             self._since_ns = now_ns
@@ -54,7 +58,6 @@ class ShadowPrices:
             self._at_ns[at], self._needs_s[at, 0], self._needs_s[at, 1] = now_ns, prefill_s, decode_s
             self._weights[at] = 1
             self._num_samples += 1
-        return self.prefill * prefill_s + self.decode * decode_s
 
     def adapt(self, now_ns: int, prefill_nodes: float, decode_nodes: float) -> None:
         """Fit the prices to the demand until now and the nodes that there are for it."""

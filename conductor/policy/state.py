@@ -247,6 +247,7 @@ class PlacementContext:
     model: ModelNodes
     costs: ModelCosts
     former: Claim | None  # of an earlier attempt
+    is_preview: bool = False  # only judged: it does not count in the demand
 
 
 _NEVER = 1 << 62

@@ -2,11 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from time import monotonic
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -15,32 +14,21 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from frontend.admin import AdminRoutes
-from frontend.api.body import BodyReservation, parse_body, read_body
+from frontend.api.body import BodyReservation, read_body
 from frontend.api.description_page import DescriptionPage
-from frontend.api.formats import ChatFormatter, CompletionFormatter
-from frontend.api.generate import FormatterFactory, PreparedAnswer, answer, given_request_id
-from frontend.api.messages.formatter import MessagesFormatter, anthropic_error
-from frontend.api.messages.request import MessagesBody, MessagesPrompt
+from frontend.api.generate import answer, given_request_id, parsed_body, prepared_answer
+from frontend.api.messages.formatter import anthropic_error
+from frontend.api.messages.request import MessagesPrompt
 from frontend.api.openapi import encoded_description
 from frontend.api.request_base import RequestModel
-from frontend.api.request_models import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    TokenizeBody,
-    client_name,
-    parse,
-)
-from frontend.api.responses.formatter import ResponsesFormatter
-from frontend.api.responses.request import ResponsesBody
+from frontend.api.request_models import DetokenizeBody, TokenizeBody, parse
+from frontend.api.routes import GENERATION_ROUTES, MESSAGES, GenerationRoute
 from frontend.api.stream import DisconnectWatch, encode
 from frontend.callers import ApiCaller, counts_in_quota
 from frontend.console.routes import CONSOLE, ConsoleRoutes
-from frontend.errors import ApiError, ClientGone, EndpointNotServed, InvalidRequest, MethodNotAllowed, NoSuchPath
+from frontend.errors import ApiError, ClientGone, EndpointNotServed, MethodNotAllowed, NoSuchPath
 from frontend.input_limits import InputLimits
-from frontend.prepare import Preparer, RequestContext
-from frontend.request import GenerationRequest
+from frontend.prepare import RequestContext
 from frontend.service import ServedModel, Service
 from rpc.gateway import ADMIN
 from rpc.versions import package_version
@@ -49,14 +37,8 @@ from telemetry import exposition, tracing
 _log = logging.getLogger(__name__)
 
 _MODEL: Final = "/v1/models/"
-_MESSAGES: Final = "/v1/messages"
 
 B = TypeVar("B", bound=RequestModel)
-T = TypeVar("T")
-G = TypeVar("G", bound=GenerationBody)
-Read = Callable[[bytes], tuple[G, FormatterFactory]]
-"""Returns a body and the format of its response. Raises InvalidRequest."""
-Prepare = Callable[[Preparer, G, RequestContext], Awaitable[list[GenerationRequest]]]
 MeteredWork = Callable[[B, RequestContext], Awaitable[tuple[Response, int]]]
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -92,11 +74,8 @@ class _App:
             "/validate": ("GET", routes.validate),
             "/openapi.json": ("GET", routes.openapi),
             "/v1/models": ("GET", routes.models),
-            "/v1/completions": ("POST", routes.completions),
-            "/v1/chat/completions": ("POST", routes.chat),
-            "/v1/responses": ("POST", routes.responses),
-            _MESSAGES: ("POST", routes.messages),
-            f"{_MESSAGES}/count_tokens": ("POST", routes.count_tokens),
+            **{path: ("POST", partial(routes.generate, route)) for path, route in GENERATION_ROUTES.items()},
+            f"{MESSAGES}/count_tokens": ("POST", routes.count_tokens),
             "/tokenize": ("POST", routes.tokenize),
             "/detokenize": ("POST", routes.detokenize),
         }
@@ -135,31 +114,6 @@ class _Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-
-    async def completions(self, http: Request) -> Response:
-        def read(raw: bytes) -> tuple[CompletionBody, FormatterFactory]:
-            return parse(CompletionBody, raw), CompletionFormatter
-
-        return await self._generate(http, read, Preparer.completion, takes_ids=True)
-
-    async def chat(self, http: Request) -> Response:
-        def read(raw: bytes) -> tuple[ChatBody, FormatterFactory]:
-            return parse(ChatBody, raw), ChatFormatter
-
-        return await self._generate(http, read, Preparer.chat)
-
-    async def responses(self, http: Request) -> Response:
-        def read(raw: bytes) -> tuple[ChatBody, FormatterFactory]:
-            body = parse(ResponsesBody, raw)
-            return body.to_chat(), partial(ResponsesFormatter, body)
-
-        return await self._generate(http, read, _chat_of(ResponsesBody.CHAT_FIELDS))
-
-    async def messages(self, http: Request) -> Response:
-        def read(raw: bytes) -> tuple[ChatBody, FormatterFactory]:
-            return parse(MessagesBody, raw).to_chat(), MessagesFormatter
-
-        return await self._generate(http, read, _chat_of(MessagesBody.CHAT_FIELDS))
 
     async def count_tokens(self, http: Request) -> Response:
         async def work(body: TokenizeBody, arrival: RequestContext) -> tuple[Response, int]:
@@ -234,26 +188,16 @@ class _Routes:
         description = partial(encoded_description, asks_for_key=self._service.keys.are_required)
         return Response(await asyncio.to_thread(description), media_type="application/json")
 
-    async def _generate(
-        self, http: Request, read: Read[G], prepare: Prepare[G], *, takes_ids: bool = False
-    ) -> Response:
+    async def generate(self, route: GenerationRoute[Any], http: Request) -> Response:
         at_s, caller = monotonic(), self._caller(http)
         reservation = self._service.quotas.enter(caller)
         disconnect_watch: DisconnectWatch | None = None
         try:
             arrival = RequestContext.of(http.headers, at_s=at_s, caller=caller, span=span_of(http))
-
-            async def prepared(raw: bytes) -> PreparedAnswer:
-                body, form = await self._parsed(read, raw, caller, takes_ids=takes_ids)
-                model = await self._service.admit(body.model)
-                context = replace(arrival, slo_class=arrival.class_beside(body.slo_class), body_nbytes=len(raw))
-                requests = await prepare(model.preparer, body, context)
-                return PreparedAnswer(body, form, model, requests, context, arrival.wants_timing)
-
             with self._service.body_budget.place(caller.tenant) as place:
                 raw = await self._read(http, place, InputLimits.any_body_nbytes)
                 disconnect_watch = DisconnectWatch(http.receive)
-                answering = await disconnect_watch.run(prepared(raw))
+                answering = await disconnect_watch.run(prepared_answer(self._service, route, raw, arrival))
             reservation.reserve(answering.requests)
             return await answer(self._service, http, answering, reservation, disconnect_watch)
         except BaseException as error:
@@ -279,7 +223,7 @@ class _Routes:
                 disconnect_watch = DisconnectWatch(http.receive)
 
                 async def worked() -> tuple[Response, int]:
-                    body = await self._parsed(read, raw, caller)
+                    body = await parsed_body(self._service, read, raw, caller)
                     return await work(body, RequestContext(at_s, caller, body_nbytes=len(raw)))
 
                 response, num_tokens = await disconnect_watch.run(worked())
@@ -298,17 +242,8 @@ class _Routes:
         most = max(max_nbytes(model.preparer.limits) for model in self._service.models)
         return await read_body(http, place, max_nbytes=most, timeout_s=self._service.config.body_timeout_s)
 
-    async def _parsed(self, read: Callable[[bytes], T], raw: bytes, caller: ApiCaller, *, takes_ids: bool = False) -> T:
-        max_prompts = self._service.config.max_prompts
-        limits = [model.preparer.limits for model in self._service.models]
-        most = max(each.body_values(max_prompts, takes_ids=takes_ids) for each in limits)
-        return await parse_body(read, raw, self._service.threads, tenant=caller.tenant, max_values=most)
-
     def _caller(self, http: Request) -> ApiCaller:
-        authorization, key = http.headers.get("authorization"), http.headers.get("x-api-key")
-        if authorization is None and key is not None:  # as Anthropic's clients send it
-            authorization = f"Bearer {key}"
-        return self._service.keys.caller(authorization)
+        return self._service.keys.of_headers(http.headers)
 
     def _card(self, name: str, model: ServedModel) -> dict[str, object]:
         """Return a model's card under one of its names; `root` is its main name."""
@@ -351,23 +286,10 @@ async def _no_such_method(allowed: str, http: Request) -> Response:
     return response
 
 
-def _chat_of(fields: Mapping[str, str]) -> Prepare[ChatBody]:
-    """Return the preparation of chats that another API's bodies became, whose names of fields are given."""
-
-    async def prepare(preparer: Preparer, body: ChatBody, context: RequestContext) -> list[GenerationRequest]:
-        try:
-            return await preparer.chat(body, context)
-        except InvalidRequest as error:
-            error.param = client_name(error.param, fields)
-            raise
-
-    return prepare
-
-
 def _refusal(http: Request, error: ApiError) -> Response:
     body = error.body()
     response = _json(
-        anthropic_error(error.status, body) if http.url.path.startswith(_MESSAGES) else body, status=error.status
+        anthropic_error(error.status, body) if http.url.path.startswith(MESSAGES) else body, status=error.status
     )
     response.headers.update(error.headers())
     if given := given_request_id(http):
@@ -392,7 +314,6 @@ _NOT_SERVED: Final = {  # by the end of the path
     "/batches": "batches of requests (`moonpool trace replay` sends many)",
     "/messages/batches": "batches of requests",
 }
-_GENERATE: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", _MESSAGES})
 _KEY: Final = "moonpool.span"
 
 
@@ -420,7 +341,7 @@ class TracingMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in _GENERATE:
+        if scope["type"] != "http" or scope["path"] not in GENERATION_ROUTES:
             await self._app(scope, receive, send)
             return
         method, path = scope["method"], scope["path"]

@@ -1,7 +1,7 @@
 """Parts shared by the formats of all APIs: the interface of formatters, their options, tool calls and statistics."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -80,6 +80,10 @@ class ResponseFormatter(ABC):
     @abstractmethod
     def failure(self, error: ApiError) -> bytes:
         """Return the event of an error that ends the stream."""
+
+
+FormatterFactory = Callable[[Sequence[Generation], str, ResponseOptions], ResponseFormatter]
+"""Called with the choices' generations, the name of the model in the request, and what the client requested."""
 
 
 class ToolCallFormatter:

@@ -3,18 +3,19 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontend.api.formatter import ResponseFormatter, ResponseOptions, server_timing
+from frontend.api.body import parse_body
+from frontend.api.formatter import FormatterFactory, ResponseOptions, server_timing
 from frontend.api.request_models import ChatBody, GenerationBody
+from frontend.api.routes import GenerationRoute
 from frontend.api.stream import DisconnectWatch, EventSource, EventStreamResponse, encode
-from frontend.callers import QuotaReservation
+from frontend.callers import ApiCaller, QuotaReservation
 from frontend.errors import ApiError
-from frontend.generation import Generation
 from frontend.output import OutputChunk
 from frontend.prepare import RequestContext
 from frontend.request import GenerationRequest
@@ -22,9 +23,6 @@ from frontend.service import ServedModel, Service
 from telemetry import logs
 
 T = TypeVar("T")
-FormatterFactory = Callable[[Sequence[Generation], str, ResponseOptions], ResponseFormatter]
-"""Called with the choices' generations, the name of the model in the request, and what the client requested."""
-
 _VALID_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _MANY_TOKENS: Final = 1024  # encoding more tokens at once would block the event loop
 _STALLED_CLIENT_S: Final = 5.0  # the connection is closed this long after the request's deadline
@@ -40,6 +38,29 @@ class PreparedAnswer:
     requests: list[GenerationRequest]
     context: RequestContext
     wants_timing: bool  # the response includes the time breakdown
+
+
+async def parsed_body(
+    service: Service, read: Callable[[bytes], T], raw: bytes, caller: ApiCaller, *, takes_ids: bool = False
+) -> T:
+    """Return `read(raw)`; the body's limits are those of the model with the largest, which is not known yet.
+
+    Raises InvalidRequest and BodyTooLarge.
+    """
+    limits = [model.preparer.limits for model in service.models]
+    most = max(each.body_values(service.config.max_prompts, takes_ids=takes_ids) for each in limits)
+    return await parse_body(read, raw, service.threads, tenant=caller.tenant, max_values=most)
+
+
+async def prepared_answer(
+    service: Service, route: GenerationRoute[Any], raw: bytes, arrival: RequestContext
+) -> PreparedAnswer:
+    """Parse and check a generation request, and prepare one request per choice. Raises ApiError."""
+    body, form = await parsed_body(service, route.read, raw, arrival.caller, takes_ids=route.takes_ids)
+    model = await service.admit(body.model)
+    context = replace(arrival, slo_class=arrival.class_beside(body.slo_class), body_nbytes=len(raw))
+    requests = await route.prepare(model.preparer, body, context)
+    return PreparedAnswer(body, form, model, requests, context, arrival.wants_timing)
 
 
 async def answer(

@@ -7,6 +7,7 @@ from moonpool.config.models import ModelEntry
 from moonpool.config.roles import (
     COMPOSITES,
     ConductorRole,
+    EndpointPickerRole,
     FrontendRole,
     KvAgentRole,
     PoolNodeRole,
@@ -21,6 +22,7 @@ from settings.keys import Setting, composite_settings, flatten
 __all__ = [
     "COMPOSITES",
     "ConductorRole",
+    "EndpointPickerRole",
     "FrontendRole",
     "KvAgentRole",
     "ModelEntry",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from moonpool.config.models import FurtherModels, ModelEntry, served_models
 from moonpool.config.serve import RuntimeSettings, SupervisorSettings, TopologySettings
 from settings.conductor import CostSettings, DecisionLogSettings, PolicyConfig, SharedStoreSettings, SloSettings
+from settings.endpoint_picker import EndpointPickerSettings
 from settings.frontend import HttpSettings
 from settings.keys import InvalidSetting, Setting, composite_settings
 from settings.kvpool import PoolSettings
@@ -203,7 +204,29 @@ class FrontendRole:
         return served_models(self.model, self.further)
 
 
-COMPOSITES: tuple[type, ...] = (ServeConfig, ConductorRole, PoolNodeRole, WorkerRole, FrontendRole)
+@dataclass(frozen=True)
+class EndpointPickerRole(FrontendRole):
+    """`moonpool endpoint-picker`. With a conductor, it reads requests as the API servers do, by their settings."""
+
+    conductor: KnownConductorSettings
+    listen: ListenSettings
+    health: HealthSettings
+    picker: EndpointPickerSettings
+
+    @property
+    def reads_model(self) -> bool:
+        """True if it needs the models' tokenizers."""
+        return bool(self.conductor.conductor) and self.picker.picker_admission
+
+
+COMPOSITES: tuple[type, ...] = (
+    ServeConfig,
+    EndpointPickerRole,
+    ConductorRole,
+    PoolNodeRole,
+    WorkerRole,
+    FrontendRole,
+)
 
 
 def _check_report_timeout(policy: PolicyConfig) -> None:

@@ -12,7 +12,14 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from moonpool.config import ConductorRole, FrontendRole, KvAgentRole, PoolNodeRole, WorkerRole
+from moonpool.config import (
+    ConductorRole,
+    EndpointPickerRole,
+    FrontendRole,
+    KvAgentRole,
+    PoolNodeRole,
+    WorkerRole,
+)
 from moonpool.errors import ConfigError
 from moonpool.model_files import with_local_models
 from moonpool.role_process.garbage import collect_and_freeze, collect_when_idle, defer_full_collections
@@ -72,7 +79,7 @@ def run_role(role: RoleCommand, config: Any) -> int:
         print(READY_PREFIX + json.dumps(announcement), flush=True)
 
     secure(config.tls, config.access)
-    if role.composite in (WorkerRole, FrontendRole):
+    if role.composite in (WorkerRole, FrontendRole) or (isinstance(config, EndpointPickerRole) and config.reads_model):
         config = with_local_models(config)
     try:
         tracing.configure(role.command, node_id)
@@ -181,6 +188,15 @@ async def _frontend(
     await serve_frontend(frontend_config(config, node_id), stop, on_ready, collect_when_idle, shared)
 
 
+async def _endpoint_picker(
+    config: EndpointPickerRole, node_id: str, stop: asyncio.Event, on_ready: Ready, metrics: "RoleMetrics | None"
+) -> None:
+    from endpoint_picker import serve_endpoint_picker
+    from moonpool.role_configs import endpoint_picker_config
+
+    await serve_endpoint_picker(endpoint_picker_config(config, node_id), stop, on_ready, metrics)
+
+
 # Errors of a serve function after which a retry with the same configuration cannot succeed.
 _CONFIGURATION_ERRORS = {
     "rpc.errors": ("AddressInUse", "BindFailed", "InvalidArgument"),
@@ -246,6 +262,15 @@ ROLES: tuple[RoleCommand, ...] = (
         _frontend,
         "The API server: OpenAI's API, tokenising and streaming. Needs the model's tokenizer, not its weights.\n\n"
         "[bold]moonpool node frontend --conductor head:7000 --model ./my-model --host 0.0.0.0 --port 8000[/bold]",
+    ),
+    RoleCommand(
+        "endpoint-picker",
+        EndpointPickerRole,
+        _endpoint_picker,
+        "Tells a gateway, over Envoy's external processing, which API server or vLLM serves each request; with a "
+        "conductor, rejects what would miss its objectives before an API server receives it.\n\n"
+        "[bold]moonpool node endpoint-picker --listen 0.0.0.0:9002 --endpoint api-servers:8000 "
+        "--conductor head:7000 --model ./my-model[/bold]",
     ),
     RoleCommand(
         "kv-agent",

@@ -19,7 +19,7 @@ def prices_after(needs_s, *, rate_per_s=10, duration_s=60, prefill_nodes=8, deco
     prices, now_ns = ShadowPrices(), 0
     for number in range(rate_per_s * duration_s):
         now_ns = number * NS // rate_per_s
-        prices.cost_of(now_ns, *needs_s[number % len(needs_s)])
+        prices.count(now_ns, *needs_s[number % len(needs_s)])
         if number % rate_per_s == 0:
             prices.adapt(now_ns, prefill_nodes, decode_nodes)
     prices.adapt(now_ns, prefill_nodes, decode_nodes)
@@ -38,7 +38,7 @@ def test_of_requests_that_do_not_all_fit_the_expensive_ones_cost_more_than_one(s
     prices = prices_after(needs)
     free = "decode" if scarce == "prefill" else "prefill"
     assert getattr(prices, free) == 0.0
-    assert prices.cost_of(61 * NS, *needs[0]) < 1 <= prices.cost_of(61 * NS, *needs[1])
+    assert prices.cost_of(*needs[0]) < 1 <= prices.cost_of(*needs[1])
 
 
 def test_both_kinds_of_time_have_a_price_if_both_are_scarce():

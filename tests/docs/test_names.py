@@ -35,6 +35,7 @@ from telemetry import (
     RequestMetrics,
     new_registry,
 )
+from telemetry.endpoint_picker import EndpointPickerMetrics
 
 ROOT = Path(__file__).parents[2]
 Page = Callable[[str], Any]
@@ -95,6 +96,7 @@ def metrics(frontend_metrics: set[str]) -> set[str]:
     sample = NodeSample("n", "decode", capacity_tokens=1, counters=dict.fromkeys(counted, 1.0))
     registry.register(NodesCollector(lambda: [sample]))
     registry.register(ConductorCollector(list))
+    EndpointPickerMetrics(registry, list)
     return frontend_metrics | exported(registry)
 
 

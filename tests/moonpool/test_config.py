@@ -225,6 +225,7 @@ def test_a_group_made_directly_is_checked_too() -> None:
 
 def test_no_key_is_declared_twice() -> None:
     groups = {cls for composite in COMPOSITES for cls in composite_groups(composite).values()}
+    groups -= {cls for cls in groups if cls.__base__ in groups}  # with the keys of another group
     names = [name for cls in groups for name in group_settings(cls)]
     assert len(names) == len(set(names))
 

@@ -142,8 +142,9 @@ def _kind(field: dict[str, Any]) -> str:
     return str(field.get("type", "any"))
 
 
-def _status(error: type[Exception], api: Any) -> str:
-    return f"{error.status} `{error.kind}`" if issubclass(error, api) else ""
+def _status(error: type[Exception], api: type[Exception]) -> str:
+    found: Any = error
+    return f"{found.status} `{found.kind}`" if issubclass(error, api) else ""
 
 
 def _first(error: type[Exception]) -> str:

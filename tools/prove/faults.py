@@ -254,7 +254,7 @@ class Faults:
         if node.role not in ("prefill", "decode"):
             self._over(fault)
             return
-        process.objects.setdefault("on stall", {})[fault] = lambda: self._stalled(fault, node, process)
+        process.objects.setdefault("on stall", []).append((fault, lambda: self._stalled(fault, node, process)))
         self.world.at(fault.for_s, lambda: self._stall_in_vain(fault, process))
 
     def _stalled(self, fault: SimFault, node: Node, process: Process) -> None:
@@ -263,7 +263,9 @@ class Faults:
 
     def _stall_in_vain(self, fault: SimFault, process: Process) -> None:
         """No step came."""
-        if process.objects.get("on stall", {}).pop(fault, None):
+        waiting = process.objects.get("on stall", [])
+        if found := [each for each in waiting if each[0] is fault]:
+            waiting.remove(found[0])
             self._over(fault)
 
     def _restart_when_ended(self, fault: SimFault, node: Node, process: Process) -> None:

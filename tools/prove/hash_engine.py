@@ -131,8 +131,8 @@ class HashSteps:
         before_layer: OnLayer | None = None,
     ) -> list[SampledToken | None]:
         """As StepRunner.run."""
-        if on_stall := running_process().objects.pop("on stall", {}):
-            for told in on_stall.values():
+        if on_stall := running_process().objects.pop("on stall", []):
+            for _, told in on_stall:
                 told()
             world().park()
         parts = [(s, s.num_computed, s.num_tokens) for s in decoding] + [(s, c.start, c.end) for s, c in chunks]

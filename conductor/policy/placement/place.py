@@ -1,22 +1,22 @@
 """The steps of a placement in their order: find nodes, plan, judge the plan, book it, begin a copy of a hot prefix.
 
 A planned request ends as a Place with a row in the table of requests, or as a Reject and a case for the admission
-evaluation.
+evaluation. A preview takes the same steps up to the judgement, and leaves nothing behind.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from conductor.policy.admission import Judgement, asks_again, forecast_of, judge
 from conductor.policy.admission_evaluation import RejectedCase
 from conductor.policy.admission_rule import Forecast
 from conductor.policy.costs import ModelCosts, tbt_s
-from conductor.policy.decisions import Considered, Decision, Place, Reason, Reject
+from conductor.policy.decisions import Admissible, Considered, Decision, Place, Reason, Reject
 from conductor.policy.events import RequestArrived, to_ns
 from conductor.policy.history import JudgedRequest, RefusedRequest
 from conductor.policy.objectives import EffectiveObjectives
 from conductor.policy.placement.candidates import find_candidates
-from conductor.policy.placement.colocated import consider_colocated
+from conductor.policy.placement.colocated import ColocatedOutcome, consider_colocated
 from conductor.policy.placement.copying import copy_after
 from conductor.policy.placement.plan import PlacementPlan, extrapolated, make_plan, ttft_with_s
 from conductor.policy.placement.prefill import holders, replicas_used, without_replicas
@@ -25,39 +25,42 @@ from conductor.policy.queue_position import join_queue, reject_endless
 from conductor.policy.requests import NONE, Claim
 from conductor.policy.role_plan import arrived, turned_away
 from conductor.policy.state import ClusterState, PlacementContext
+from jit.fast_dataclass import fast_dataclass
 
 __all__ = [
     "book",
     "case_of",
     "place",
     "placed_by",
+    "preview",
 ]
+
+
+@fast_dataclass
+@dataclass(frozen=True, slots=True)
+class _JudgedPlan:
+    """The plan of a request, and what admission says of it."""
+
+    context: PlacementContext
+    plan: PlacementPlan
+    objectives: EffectiveObjectives
+    idle_s: tuple[float, float]
+    considered: Considered
+    colocated: ColocatedOutcome
+    extrapolated: tuple[str, ...]
+    forecast: Forecast
+    judgement: Judgement
 
 
 def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Decision]:
     """Place the request: return a Place or a Reject, and possibly a Copy after a Place."""
-    former = _withdraw_former(state, request)
-    places = find_candidates(now_ns, state, request)
-    if isinstance(places, Reject):
-        return [_refuse(now_ns, state, request, places)]
-    if (refused := reject_endless(state, request)) is not None:
-        return [_refuse(now_ns, state, request, refused)]
-    model = state.nodes.model(request.model)
-    assert model is not None
-    costs = state.costs_of(request.model)
-    context = PlacementContext(now_ns, state, request, model, costs, former)
-    plan = make_plan(context, places)
-    idle_s = _idle_s(request, plan, costs)
-    objectives = _objectives(state, request, former, idle_s)
-    plan = consider_sibling(context, plan, objectives)
-    plan, considered, colocated = consider_colocated(context, plan, objectives)
-    beyond = extrapolated(context, plan)
-    forecast = forecast_of(context, plan, objectives, idle_s[1])
-    judgement = judge(context, plan, forecast, objectives)
+    judged = _judged_plan(now_ns, state, request, _withdraw_former(state, request))
+    if isinstance(judged, Reject):
+        return [_refuse(now_ns, state, request, judged)]
+    context, plan, objectives, judgement = judged.context, judged.plan, judged.objectives, judged.judgement
     rejection = judgement.rejection.reason if judgement.rejection is not None else ""
     if request.attempt == 0 and not request.generated:
-        judged = _judged_request(context, plan, forecast, judgement, objectives, idle_s)
-        state.history.judged(judged, shared_blocks=plan.prefixes.best)
+        state.history.judged(_judged_request(judged), shared_blocks=plan.prefixes.best)
     elif rejection:
         state.history.lost(now_ns, request.request_id, rejection)
     if request.attempt == 0 and not request.endless:
@@ -66,13 +69,13 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
         turned_away(now_ns, state, request)
         state.attainment.lost(request.model, request.tenant, objectives, "rejected")
         state.evaluation.watch(case_of(now_ns, request, judgement.rejection.reason, plan, objectives))
-        return [replace(judgement.rejection, considered=considered, extrapolated=beyond)]
+        return [replace(judgement.rejection, considered=judged.considered, extrapolated=judged.extrapolated)]
     if judgement.unwanted:
         state.count(request.model, f"unwanted_{judgement.unwanted}")
-    if colocated:
-        state.count(request.model, f"undivided_{colocated}")
-    placed = placed_by(state, request, plan, considered, beyond)
-    reused_tokens = placed.reuse_blocks * model.block_tokens
+    if judged.colocated:
+        state.count(request.model, f"undivided_{judged.colocated}")
+    placed = placed_by(state, request, plan, judged.considered, judged.extrapolated)
+    reused_tokens = placed.reuse_blocks * context.model.block_tokens
     state.history.placed(request.request_id, request.attempt, placed.prefill, placed.decode, reused_tokens)
     state.seen_share.placed_here(now_ns)
     copy = copy_after(context, plan.places.prefill, plan.prefixes, plan.scores)
@@ -84,15 +87,47 @@ def place(now_ns: int, state: ClusterState, request: RequestArrived) -> list[Dec
     return [placed] if copy is None else [placed, copy]
 
 
-def _judged_request(
-    context: PlacementContext,
-    plan: PlacementPlan,
-    forecast: Forecast,
-    judgement: Judgement,
-    objectives: EffectiveObjectives,
-    idle_s: tuple[float, float],
-) -> JudgedRequest:
+def preview(now_ns: int, state: ClusterState, request: RequestArrived) -> Admissible | Reject:
+    """Judge a first attempt as `place` would now, without placing it, counting it or recording it.
+
+    A Reject that admission only advises (`unwanted`) is none, as for placements.
+    """
+    judged = _judged_plan(now_ns, state, request, None, is_preview=True)
+    if isinstance(judged, Reject):
+        return judged
+    if judged.judgement.rejection is not None:
+        return judged.judgement.rejection
+    plan = judged.plan
+    return Admissible(request.request_id, plan.scores.best.reuse_blocks, plan.ttft_s, plan.tbt_s)
+
+
+def _judged_plan(
+    now_ns: int, state: ClusterState, request: RequestArrived, former: Claim | None, *, is_preview: bool = False
+) -> _JudgedPlan | Reject:
+    """Plan and judge the request; return a Reject if no node can serve it whatever the load."""
+    places = find_candidates(now_ns, state, request)
+    if isinstance(places, Reject):
+        return places
+    if (refused := reject_endless(state, request)) is not None:
+        return refused
+    model = state.nodes.model(request.model)
+    assert model is not None
+    costs = state.costs_of(request.model)
+    context = PlacementContext(now_ns, state, request, model, costs, former, is_preview)
+    plan = make_plan(context, places)
+    idle_s = _idle_s(request, plan, costs)
+    objectives = _objectives(state, request, former, idle_s)
+    plan = consider_sibling(context, plan, objectives)
+    plan, considered, colocated = consider_colocated(context, plan, objectives)
+    beyond = extrapolated(context, plan)
+    forecast = forecast_of(context, plan, objectives, idle_s[1])
+    judgement = judge(context, plan, forecast, objectives)
+    return _JudgedPlan(context, plan, objectives, idle_s, considered, colocated, beyond, forecast, judgement)
+
+
+def _judged_request(judged: _JudgedPlan) -> JudgedRequest:
     """Return the record of a first attempt, for the history of requests."""
+    context, judgement = judged.context, judged.judgement
     request, now_ns, is_rejected = context.request, context.now_ns, judgement.rejection is not None
     return JudgedRequest(
         request.request_id,
@@ -103,10 +138,10 @@ def _judged_request(
         request.ttft_objective_s,
         request.tbt_objective_s,
         request.prompt_tokens,
-        objectives,
-        forecast,
-        plan.tbt_s,
-        *idle_s,
+        judged.objectives,
+        judged.forecast,
+        judged.plan.tbt_s,
+        *judged.idle_s,
         rejection=judgement.rejection.reason if judgement.rejection is not None else "",
         unwanted=judgement.unwanted,
         outcome="rejected" if is_rejected else "open",

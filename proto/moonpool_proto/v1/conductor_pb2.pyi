@@ -1102,6 +1102,57 @@ class ScheduleReply(_message.Message):
 Global___ScheduleReply: _TypeAlias = ScheduleReply  # noqa: Y015
 
 @_typing.final
+class PreviewReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADMITTED_FIELD_NUMBER: _builtins.int
+    REJECTION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def admitted(self) -> Global___Prediction: ...
+    @_builtins.property
+    def rejection(self) -> Global___Rejection: ...
+    def __init__(
+        self,
+        *,
+        admitted: Global___Prediction | None = ...,
+        rejection: Global___Rejection | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "rejection", b"rejection", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "rejection", b"rejection", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["admitted", "rejection"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___PreviewReply: _TypeAlias = PreviewReply  # noqa: Y015
+
+@_typing.final
+class Prediction(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    TBT_S_FIELD_NUMBER: _builtins.int
+    REUSE_BLOCKS_FIELD_NUMBER: _builtins.int
+    ttft_s: _builtins.float
+    tbt_s: _builtins.float
+    reuse_blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        ttft_s: _builtins.float = ...,
+        tbt_s: _builtins.float = ...,
+        reuse_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reuse_blocks", b"reuse_blocks", "tbt_s", b"tbt_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prediction: _TypeAlias = Prediction  # noqa: Y015
+
+@_typing.final
 class CompleteRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

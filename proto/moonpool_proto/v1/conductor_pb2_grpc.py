@@ -45,6 +45,11 @@ class ConductorStub:
                 request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.FrontendCalls.SerializeToString,
                 response_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.ConductorAnswers.FromString,
                 _registered_method=True)
+        self.Preview = channel.unary_unary(
+                '/moonpool.v1.Conductor/Preview',
+                request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.ScheduleRequest.SerializeToString,
+                response_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.PreviewReply.FromString,
+                _registered_method=True)
         self.Cluster = channel.unary_unary(
                 '/moonpool.v1.Conductor/Cluster',
                 request_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.ClusterRequest.SerializeToString,
@@ -110,6 +115,14 @@ class ConductorServicer:
     def Schedule(self, request_iterator, context):
         """One stream per frontend, for all its requests; a message may have several calls or answers. The first message, which
         has no answers, confirms that the stream is open. Calls are answered in order, unless the stream ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Preview(self, request, context):
+        """Judge a first attempt as Schedule would now, without placing it; an endpoint picker asks for requests that it sends
+        to an API server, which calls Schedule.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,6 +207,11 @@ def add_ConductorServicer_to_server(servicer, server):
                     servicer.Schedule,
                     request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.FrontendCalls.FromString,
                     response_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.ConductorAnswers.SerializeToString,
+            ),
+            'Preview': grpc.unary_unary_rpc_method_handler(
+                    servicer.Preview,
+                    request_deserializer=moonpool__proto_dot_v1_dot_conductor__pb2.ScheduleRequest.FromString,
+                    response_serializer=moonpool__proto_dot_v1_dot_conductor__pb2.PreviewReply.SerializeToString,
             ),
             'Cluster': grpc.unary_unary_rpc_method_handler(
                     servicer.Cluster,
@@ -300,6 +318,33 @@ class Conductor:
             '/moonpool.v1.Conductor/Schedule',
             moonpool__proto_dot_v1_dot_conductor__pb2.FrontendCalls.SerializeToString,
             moonpool__proto_dot_v1_dot_conductor__pb2.ConductorAnswers.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Preview(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Conductor/Preview',
+            moonpool__proto_dot_v1_dot_conductor__pb2.ScheduleRequest.SerializeToString,
+            moonpool__proto_dot_v1_dot_conductor__pb2.PreviewReply.FromString,
             options,
             channel_credentials,
             insecure,

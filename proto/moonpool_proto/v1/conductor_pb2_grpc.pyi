@@ -38,6 +38,10 @@ class ConductorStub:
     """One stream per frontend, for all its requests; a message may have several calls or answers. The first message, which
     has no answers, confirms that the stream is open. Calls are answered in order, unless the stream ends.
     """
+    Preview: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ScheduleRequest, _conductor_pb2.PreviewReply]
+    """Judge a first attempt as Schedule would now, without placing it; an endpoint picker asks for requests that it sends
+    to an API server, which calls Schedule.
+    """
     Cluster: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ClusterRequest, _conductor_pb2.ClusterReply]
     DrainNode: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.DrainNodeRequest, _conductor_pb2.DrainNodeReply]
     """Make a node accept no new work, finish its requests and leave."""
@@ -64,6 +68,10 @@ class ConductorAsyncStub(ConductorStub):
     Schedule: _aio.StreamStreamMultiCallable[_conductor_pb2.FrontendCalls, _conductor_pb2.ConductorAnswers]  # type: ignore[assignment]
     """One stream per frontend, for all its requests; a message may have several calls or answers. The first message, which
     has no answers, confirms that the stream is open. Calls are answered in order, unless the stream ends.
+    """
+    Preview: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ScheduleRequest, _conductor_pb2.PreviewReply]  # type: ignore[assignment]
+    """Judge a first attempt as Schedule would now, without placing it; an endpoint picker asks for requests that it sends
+    to an API server, which calls Schedule.
     """
     Cluster: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ClusterRequest, _conductor_pb2.ClusterReply]  # type: ignore[assignment]
     DrainNode: _aio.UnaryUnaryMultiCallable[_conductor_pb2.DrainNodeRequest, _conductor_pb2.DrainNodeReply]  # type: ignore[assignment]
@@ -100,6 +108,16 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_conductor_pb2.ConductorAnswers], _abc.AsyncIterator[_conductor_pb2.ConductorAnswers]]:
         """One stream per frontend, for all its requests; a message may have several calls or answers. The first message, which
         has no answers, confirms that the stream is open. Calls are answered in order, unless the stream ends.
+        """
+
+    @_abc_1.abstractmethod
+    def Preview(
+        self,
+        request: _conductor_pb2.ScheduleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.PreviewReply, _abc.Awaitable[_conductor_pb2.PreviewReply]]:
+        """Judge a first attempt as Schedule would now, without placing it; an endpoint picker asks for requests that it sends
+        to an API server, which calls Schedule.
         """
 
     @_abc_1.abstractmethod

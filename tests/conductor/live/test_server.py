@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import grpc
 import numpy as np
 import pytest
 
@@ -263,3 +264,23 @@ async def test_the_overview_tells_the_recent_past_and_explain_a_request_without_
     assert explained["log"] is None
     assert explained["remembered"]["request_id"] == "r"
     assert (await client.explain("other"))["remembered"] is None
+
+
+async def test_a_preview_reserves_nothing_and_a_malformed_one_is_refused(conductor):
+    _, client = await conductor()
+    await client.join_pair()
+    request = conductor_pb2.ScheduleRequest(
+        request_id="r", frontend_id="f", model="m", prompt_tokens=256, max_new_tokens=32
+    )
+    predicted = (await client.stub.Preview(request, timeout=10)).admitted
+    assert predicted.ttft_s > 0
+    assert predicted.tbt_s > 0
+    assert (await client.json("Validate"))["ok"]
+    placed = (await client.schedule("r")).placement
+    assert (placed.predicted_ttft_s, placed.predicted_tbt_s) == (predicted.ttft_s, predicted.tbt_s)
+    request.ttft_objective_s = 1e-6
+    assert (await client.stub.Preview(request, timeout=10)).rejection.reason == "ttft"
+    request.prompt_tokens = 0
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await client.stub.Preview(request, timeout=10)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -45,7 +45,7 @@ def test_help_names_every_command_and_an_example(run: Run) -> None:
         assert f" {command} " in shown.stdout
     assert "moonpool serve" in shown.stdout
     for group, commands in {
-        "node": "conductor pool prefill decode aggregated frontend scale drain switch",
+        "node": "conductor pool prefill decode aggregated frontend endpoint-picker scale drain switch",
         "trace": "replay",
     }.items():
         shown = run(group, "--help")

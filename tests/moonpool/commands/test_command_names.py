@@ -27,6 +27,7 @@ GROUPED = {
     "decode-node": "node decode",
     "aggregated-node": "node aggregated",
     "frontend": "node frontend",
+    "endpoint-picker": "node endpoint-picker",
 }
 
 
