@@ -17,6 +17,8 @@ from typing import Final
 
 from google.protobuf.struct_pb2 import Struct
 
+from endpoint_picker.request import generation_path
+from frontend.api.routes import error_body
 from frontend.errors import ApiError, BodyTooLarge
 from moonpool_proto.v1.ext_proc_pb2 import (
     BUFFERED,
@@ -158,14 +160,14 @@ class Exchange:
             yield ProcessingResponse(request_trailers=TrailersResponse())
 
 
-def refusal(error: ApiError) -> ProcessingResponse:
-    """Return the response that ends the exchange with the client's error; no endpoint receives the request."""
+def refusal(error: ApiError, path: str = "") -> ProcessingResponse:
+    """Return the response that ends the exchange with the client's error, in the form of the path's API."""
     headers = {"content-type": "application/json", **error.headers()}
     return ProcessingResponse(
         immediate_response=ImmediateResponse(
             status=HttpStatus(code=error.status),
             headers=_headers(headers),
-            body=json.dumps(error.body()).encode(),
+            body=json.dumps(error_body(generation_path(path), error)).encode(),
             details=f"moonpool_{error.code or error.kind}",
         )
     )

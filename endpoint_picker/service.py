@@ -74,11 +74,11 @@ class PickerService(ExternalProcessorServicer):
                             await context.write(response)
             except ApiError as error:
                 self._metrics.picks.labels(outcome=error.code or error.kind).inc()
-                await context.write(refusal(error))
+                await context.write(refusal(error, exchange.path))
             except TimeoutError:
                 late = BodyTimeout(f"the body did not arrive within {limit_s:g} s")
                 self._metrics.picks.labels(outcome=late.code).inc()
-                await context.write(refusal(late))
+                await context.write(refusal(late, exchange.path))
             finally:
                 if use is not None:
                     use.end()

@@ -17,12 +17,11 @@ from frontend.admin import AdminRoutes
 from frontend.api.body import BodyReservation, read_body
 from frontend.api.description_page import DescriptionPage
 from frontend.api.generate import answer, given_request_id, parsed_body, prepared_answer
-from frontend.api.messages.formatter import anthropic_error
 from frontend.api.messages.request import MessagesPrompt
 from frontend.api.openapi import encoded_description
 from frontend.api.request_base import RequestModel
 from frontend.api.request_models import DetokenizeBody, TokenizeBody, parse
-from frontend.api.routes import GENERATION_ROUTES, MESSAGES, GenerationRoute
+from frontend.api.routes import GENERATION_ROUTES, MESSAGES, GenerationRoute, error_body
 from frontend.api.stream import DisconnectWatch, encode
 from frontend.callers import ApiCaller, counts_in_quota
 from frontend.console.routes import CONSOLE, ConsoleRoutes
@@ -287,10 +286,7 @@ async def _no_such_method(allowed: str, http: Request) -> Response:
 
 
 def _refusal(http: Request, error: ApiError) -> Response:
-    body = error.body()
-    response = _json(
-        anthropic_error(error.status, body) if http.url.path.startswith(MESSAGES) else body, status=error.status
-    )
+    response = _json(error_body(http.url.path, error), status=error.status)
     response.headers.update(error.headers())
     if given := given_request_id(http):
         response.headers["x-request-id"] = given

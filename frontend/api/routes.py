@@ -7,12 +7,12 @@ from typing import Any, Final, Generic, TypeVar
 
 from frontend.api.formats import ChatFormatter, CompletionFormatter
 from frontend.api.formatter import FormatterFactory
-from frontend.api.messages.formatter import MessagesFormatter
+from frontend.api.messages.formatter import MessagesFormatter, anthropic_error
 from frontend.api.messages.request import MessagesBody
 from frontend.api.request_models import ChatBody, CompletionBody, GenerationBody, client_name, parse
 from frontend.api.responses.formatter import ResponsesFormatter
 from frontend.api.responses.request import ResponsesBody
-from frontend.errors import InvalidRequest
+from frontend.errors import ApiError, InvalidRequest
 from frontend.prepare import Preparer, RequestContext
 from frontend.request import GenerationRequest
 
@@ -71,3 +71,9 @@ GENERATION_ROUTES: Final[Mapping[str, GenerationRoute[Any]]] = {
     "/v1/responses": GenerationRoute(_responses, _converted(ResponsesBody.CHAT_FIELDS)),
     MESSAGES: GenerationRoute(_messages, _converted(MessagesBody.CHAT_FIELDS)),
 }
+
+
+def error_body(path: str, error: ApiError) -> dict[str, Any]:
+    """Return the body of an error in the form of the path's API."""
+    body = error.body()
+    return anthropic_error(error.status, body) if path.startswith(MESSAGES) else body

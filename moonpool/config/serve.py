@@ -126,6 +126,15 @@ class RuntimeSettings(SettingsGroup):
             default_text="a new cluster",
         ),
     ] = ()
+    ray_gpus: Annotated[
+        float,
+        Key(
+            "GPUs of Ray that each worker takes, if it takes any; with a fraction, workers share a GPU and divide its "
+            "memory",
+            low=0.01,
+            high=16,
+        ),
+    ] = 1.0
     ray_orphan_grace_s: Annotated[
         float,
         Key(
@@ -151,6 +160,8 @@ class RuntimeSettings(SettingsGroup):
             raise InvalidSetting(
                 f"--ray-address must be HOST:PORT, as printed by `ray start --head`, got {self.ray_address!r}"
             )
+        if self.ray_gpus > 1 and not self.ray_gpus.is_integer():
+            raise InvalidSetting(f"--ray-gpus must be a whole number if it is above 1, got {self.ray_gpus:g}")
         if 0 < self.ray_orphan_grace_s < _LEAST_ORPHAN_S:
             raise InvalidSetting(
                 f"--ray-orphan-grace must be 0 or at least {_LEAST_ORPHAN_S:g} s, got {self.ray_orphan_grace_s:g}: a "

@@ -5,7 +5,7 @@ through shared memory, otherwise in one rack. Decode workers are spread, so that
 and each has a network of its own, but near the prefill workers whose KV they receive.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,9 +52,9 @@ def resource_of(plan: RolePlan) -> str:
     return f"moonpool_{plan.role.removesuffix('-node')}"
 
 
-def bundle_of(plan: RolePlan, *, gpu: bool) -> dict[str, float]:
-    """Return the resources that the plan's node takes."""
-    return {resource_of(plan): 1.0, **({GPU: 1.0} if gpu else {})}
+def bundle_of(plan: RolePlan, *, gpus: float) -> dict[str, float]:
+    """Return the resources that the plan's node takes, `gpus` of them GPUs."""
+    return {resource_of(plan): 1.0, **({GPU: gpus} if gpus else {})}
 
 
 def local_resources() -> dict[str, float]:
@@ -64,17 +64,18 @@ def local_resources() -> dict[str, float]:
 
 def check_offer(bundles: Sequence[Mapping[str, float]], found: Mapping[str, RayHost]) -> None:
     """Raise RayUnusable, with the missing resources and a remedy, if the hosts can never hold the bundles."""
-    wanted: Counter[str] = Counter()
+    wanted: defaultdict[str, float] = defaultdict(float)
     for bundle in bundles:
-        wanted.update({name: int(units) for name, units in bundle.items()})
+        for name, units in bundle.items():
+            wanted[name] += units
     offered = {name: sum(host.resources.get(name, 0) for host in found.values()) for name in wanted}
     short = [
-        f"{name}: {units} required, {offered[name]:g} offered"
+        f"{name}: {units:g} required, {offered[name]:g} offered"
         for name, units in wanted.items()
-        if units > offered[name]
+        if _exceeds(units, offered[name])
     ]
     if short:
-        example = ", ".join(f'"{name}": {units}' for name, units in wanted.items() if name != GPU)
+        example = ", ".join(f'"{name}": {units:g}' for name, units in wanted.items() if name != GPU)
         raise RayUnusable(
             f"the Ray cluster lacks resources for these workers ({'; '.join(short)}; hosts: {_offers(found)}). "
             f"Declare on each host how many workers of each role it runs: "
@@ -92,6 +93,11 @@ def check_offer(bundles: Sequence[Mapping[str, float]], found: Mapping[str, RayH
         )
 
 
+def _exceeds(units: float, offered: float) -> bool:
+    """Return True if more is wanted than offered. Ray counts in ten-thousandths."""
+    return round(units - offered, 4) > 0
+
+
 def _offers(found: Mapping[str, RayHost]) -> str:
     return "; ".join(
         f"{host.address} offers " + (", ".join(f"{name}={units:g}" for name, units in sorted(mine.items())) or "none")
@@ -100,7 +106,7 @@ def _offers(found: Mapping[str, RayHost]) -> str:
     )
 
 
-def located(plan: RolePlan, host: RayHost, *, target: str, pool: str, gpu: bool, threads: int) -> dict[str, Any]:
+def located(plan: RolePlan, host: RayHost, *, target: str, pool: str, gpus: float, threads: int) -> dict[str, Any]:
     """Return the plan's settings completed for its host: every role listens on TCP at the host's address.
 
     `target`: the gRPC address to listen at; `pool`: that of the host's pool node, "" for a pool node's own plan.
@@ -109,8 +115,9 @@ def located(plan: RolePlan, host: RayHost, *, target: str, pool: str, gpu: bool,
     settings = {**plan.settings, "listen": target, "data_host": host.address, "data_paths": (), "host_id": ""}
     if plan.tier != POOL_TIER:
         settings |= {"pool": pool, "threads": threads or host.threads}
-        if gpu:  # Ray shows the process its own GPU only
-            settings |= {"device": "cuda", "worker_index": 0}
+        if gpus:  # Ray shows the process its own GPUs only
+            # Workers that share a GPU divide its memory
+            settings |= {"device": "cuda", "worker_index": 0, "host_workers": max(1, round(1 / gpus))}
     return settings
 
 
@@ -123,11 +130,11 @@ RACK_LABELS = ("moonpool.io/rack", "ray.io/availability-zone")  # the first that
 
 
 def preferred_host(
-    plan: RolePlan, found: Mapping[str, RayHost], placed: Mapping[str, tuple[RolePlan, str]], *, gpu: bool
+    plan: RolePlan, found: Mapping[str, RayHost], placed: Mapping[str, tuple[RolePlan, str]], *, gpus: float
 ) -> str | None:
     """Return Ray's id of the best host; None if none has room. `placed`: the other workers and their hosts' ids."""
     others = [(other, host_id) for node_id, (other, host_id) in placed.items() if node_id != plan.node_id]
-    room = [host for host in found.values() if _has_room(plan, host, others, gpu=gpu)]
+    room = [host for host in found.values() if _has_room(plan, host, others, gpus=gpus)]
     if not room:
         return None
 
@@ -144,15 +151,15 @@ def preferred_host(
     return min(room, key=lambda host: (by_nearness(host), host.ray_node_id)).ray_node_id
 
 
-def _has_room(plan: RolePlan, host: RayHost, others: list[tuple[RolePlan, str]], *, gpu: bool) -> bool:
+def _has_room(plan: RolePlan, host: RayHost, others: list[tuple[RolePlan, str]], *, gpus: float) -> bool:
     taken: dict[str, float] = {}
     for other, host_id in others:
         if host_id == host.ray_node_id:
-            for name, units in bundle_of(other, gpu=gpu).items():
+            for name, units in bundle_of(other, gpus=gpus).items():
                 taken[name] = taken.get(name, 0.0) + units
-    wanted = bundle_of(plan, gpu=gpu)
+    wanted = bundle_of(plan, gpus=gpus)
     return bool(host.resources.get(resource_of(plan))) and all(
-        host.resources.get(name, 0.0) - taken.get(name, 0.0) >= units for name, units in wanted.items()
+        not _exceeds(taken.get(name, 0.0) + units, host.resources.get(name, 0.0)) for name, units in wanted.items()
     )
 
 

@@ -102,8 +102,9 @@ _CALLS_AT_A_TIME = 8  # of one actor: following, starting, signals
 class RayRuntime:
     """Runs pool nodes and workers as Ray actors.
 
-    `gpus`: each worker takes a GPU. `only_address`: address of this machine if Ray has no other host; the planned
-    threads then apply. `orphan_s`: seconds that nodes outlive `serve`, for the next one to take them over; 0: none.
+    `gpus`: number of GPUs that each worker takes, possibly a fraction. `only_address`: address of this machine if Ray
+    has no other host; the planned threads then apply. `orphan_s`: seconds that nodes outlive `serve`, for the next one
+    to take them over; 0: none.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class RayRuntime:
         run_dir: Path,
         *,
         conductor: str,
-        gpus: bool,
+        gpus: float,
         only_address: str,
         listener: socket.socket | None = None,
         orphan_s: float = 0.0,
@@ -226,7 +227,7 @@ class RayRuntime:
         self._background.wait()
 
     async def _begin_worker(self, plan: RolePlan, say: Callable[[str], None]) -> tuple[ActorHandle, StartedLife]:
-        bundle = bundle_of(plan, gpu=self._gpus)
+        bundle = bundle_of(plan, gpus=self._gpus)
         host = await self._present_host(plan.node_id)
         if host is None:
             group = self._groups.get(plan.node_id)
@@ -240,7 +241,7 @@ class RayRuntime:
         handle = self._actors[plan.node_id]
         threads = int(plan.settings["threads"]) if self._only_address else 0
         target = f"{_bracketed(host.address)}:0"
-        settings = located(plan, host, target=target, pool=pool, gpu=self._gpus, threads=threads)
+        settings = located(plan, host, target=target, pool=pool, gpus=self._gpus, threads=threads)
         return handle, await self._start(handle, plan, settings, host, say)
 
     async def _begin_pool(self, plan: RolePlan, say: Callable[[str], None]) -> tuple[ActorHandle, StartedLife] | None:
@@ -259,7 +260,7 @@ class RayRuntime:
         if not place.listens:  # workers use this address over all its lives
             place.listen(f"{_bracketed(host.address)}:{await handle.call_back('free_port', host.address)}")
         target = place.listens
-        settings = located(plan, host, target=target, pool="", gpu=False, threads=0)
+        settings = located(plan, host, target=target, pool="", gpus=0.0, threads=0)
         return handle, await self._start(handle, plan, settings, host, say)
 
     async def _uninterrupted(self, work: Coroutine[Any, Any, T]) -> T:
@@ -276,7 +277,7 @@ class RayRuntime:
         found: Any = await on_thread(_group_named, name) if self.outlives else None  # left by an interrupted `serve`
         if found is None:
             found_hosts = await self._hosts()
-            near = preferred_host(plan, found_hosts, self._placed, gpu=self._gpus)
+            near = preferred_host(plan, found_hosts, self._placed, gpus=self._gpus)
             if near is not None:
                 self._placed[node_id] = plan, near  # for the placement of nodes that start meanwhile
             preference = {"strategy": "STRICT_PACK", "_soft_target_node_id": near}

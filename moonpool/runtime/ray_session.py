@@ -68,8 +68,10 @@ def ray_session(config: ServeConfig, run_dir: Path, listener: socket.socket | No
         yield runtime
 
 
-def wait_for_offer(config: ServeConfig, nodes: Callable[[], Sequence[Mapping[str, Any]]], every_s: float = 1.0) -> bool:
-    """Wait until Ray's hosts can hold the workers; return True if each takes a GPU. Raises RayUnusable.
+def wait_for_offer(
+    config: ServeConfig, nodes: Callable[[], Sequence[Mapping[str, Any]]], every_s: float = 1.0
+) -> float:
+    """Wait until Ray's hosts can hold the workers; return how many GPUs each takes. Raises RayUnusable.
 
     Only a `serve` that joins a cluster waits, for the start-up timeout, since it starts together with Ray's hosts.
     """
@@ -77,7 +79,7 @@ def wait_for_offer(config: ServeConfig, nodes: Callable[[], Sequence[Mapping[str
     printed = ""
     while True:
         found = hosts(nodes())
-        gpus = _takes_gpus(config, found.values())
+        gpus = _gpus_of_each(config, found.values())
         try:
             check_offer(_bundles(config, gpus=gpus), found)
             return gpus
@@ -131,17 +133,19 @@ def _bounded(work: Callable[[], None]) -> None:
         os._exit(1)
 
 
-def _takes_gpus(config: ServeConfig, found: Any) -> bool:
-    """Return True if each worker takes a GPU of Ray: if configured, or if there is one for each."""
+def _gpus_of_each(config: ServeConfig, found: Any) -> float:
+    """Return how many GPUs of Ray each worker takes: none unless it is configured, or there are enough for all."""
+    each = config.runtime.ray_gpus
     if config.engine.device.startswith("cuda"):
-        return True
+        return each
     offered = sum(host.resources.get(GPU, 0) for host in found)
-    return config.engine.device == "auto" and bool(offered >= len(_bundles(config, gpus=False)))
+    is_enough = offered >= each * len(_bundles(config, gpus=0.0))
+    return each if config.engine.device == "auto" and offered and is_enough else 0.0
 
 
-def _bundles(config: ServeConfig, *, gpus: bool) -> list[dict[str, float]]:
+def _bundles(config: ServeConfig, *, gpus: float) -> list[dict[str, float]]:
     """Return the resources of each initial worker."""
-    gpu = {GPU: 1.0} if gpus else {}
+    gpu = {GPU: gpus} if gpus else {}
     found: list[dict[str, float]] = []
     for entry in config.served:
         topology = entry.topology(config.topology)

@@ -169,6 +169,12 @@ def test_a_refusal_is_an_openai_error_with_its_headers():
     assert outcome.error == {"message": "too much", "type": "rate_limit_error", "param": None, "code": "ttft"}
 
 
+def test_a_refusal_of_messages_has_anthropics_form():
+    outcome = outcome_of([refusal(Overloaded("too much", code="ttft", retry_after_s=2.4), "/fleet/v1/messages")])
+    assert outcome.error["type"] == "rate_limit_error"
+    assert outcome.error["code"] == "ttft"
+
+
 def test_fields_of_envoy_that_are_not_declared_here_are_ignored():
     raw = headers_message(HEADERS, end_of_stream=True).SerializeToString() + b"\x4a\x05\x0a\x01a\x12\x00"  # attributes
     message = ProcessingRequest.FromString(raw)

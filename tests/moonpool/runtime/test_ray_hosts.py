@@ -68,7 +68,7 @@ def test_a_ray_of_our_own_offers_enough() -> None:
 def test_nodes_lie_on_tcp_at_their_hosts_address_and_use_its_pool_node() -> None:
     planned = plans(decode_nodes=2)
     host = RayHost("aa", "10.0.0.2", {"CPU": 8.0, "moonpool_prefill": 1.0, "moonpool_decode": 3.0})
-    own = located(planned["decode-1"], host, target="10.0.0.2:0", pool="10.0.0.2:7001", gpu=False, threads=0)
+    own = located(planned["decode-1"], host, target="10.0.0.2:0", pool="10.0.0.2:7001", gpus=0.0, threads=0)
     assert [own[key] for key in ("listen", "data_host", "pool", "conductor", "node_id")] == [
         "10.0.0.2:0",
         "10.0.0.2",
@@ -78,15 +78,15 @@ def test_nodes_lie_on_tcp_at_their_hosts_address_and_use_its_pool_node() -> None
     ]
     assert own["threads"] == 2
     assert environment(planned["decode-1"], own)["OMP_NUM_THREADS"] == "2"
-    pool = located(planned["pool-0"], host, target="10.0.0.2:7001", pool="", gpu=False, threads=0)
+    pool = located(planned["pool-0"], host, target="10.0.0.2:7001", pool="", gpus=0.0, threads=0)
     assert pool["listen"] == "10.0.0.2:7001"
     assert "pool" not in pool
 
 
 def test_a_worker_with_a_gpu_takes_the_one_that_ray_shows_it() -> None:
     plan = plans(prefill_nodes=3)["prefill-2"]
-    assert bundle_of(plan, gpu=True) == {"moonpool_prefill": 1.0, "GPU": 1.0}
-    own = located(plan, RayHost("aa", "10.0.0.2", {"CPU": 8.0}), target="10.0.0.2:0", pool="p:1", gpu=True, threads=0)
+    assert bundle_of(plan, gpus=1.0) == {"moonpool_prefill": 1.0, "GPU": 1.0}
+    own = located(plan, RayHost("aa", "10.0.0.2", {"CPU": 8.0}), target="10.0.0.2:0", pool="p:1", gpus=1.0, threads=0)
     assert (own["device"], own["worker_index"]) == ("cuda", 0)
 
 

@@ -21,13 +21,13 @@ def host(name: str, rack: str = "", *, prefill: int = 0, decode: int = 0, gpus: 
     return RayHost(name, f"address-{name}", resources, {"moonpool.io/rack": rack} if rack else {})
 
 
-def placed_all(names: list[str], hosts: list[RayHost], *, gpu: bool = False) -> dict[str, str | None]:
+def placed_all(names: list[str], hosts: list[RayHost], *, gpus: float = 0.0) -> dict[str, str | None]:
     """Each in its turn, given those before it."""
     found = {one.ray_node_id: one for one in hosts}
     placed: dict[str, tuple[RolePlan, str]] = {}
     chosen: dict[str, str | None] = {}
     for name in names:
-        chosen[name] = where = preferred_host(worker(name), found, placed, gpu=gpu)
+        chosen[name] = where = preferred_host(worker(name), found, placed, gpus=gpus)
         if where is not None:
             placed[name] = (worker(name), where)
     return chosen
@@ -64,12 +64,20 @@ def test_where_hosts_have_both_decode_avoids_hosts_that_others_use() -> None:
 def test_other_models_workers_are_no_reason_to_be_near() -> None:
     found = {one.ray_node_id: one for one in (host("a", "r1", prefill=2), host("b", "r2", prefill=2))}
     placed = {"prefill-0": (worker("prefill-0", "m"), "b"), "other-prefill-0": (worker("prefill-0", "other"), "a")}
-    assert preferred_host(worker("prefill-1"), found, placed, gpu=False) == "b"
+    assert preferred_host(worker("prefill-1"), found, placed, gpus=0.0) == "b"
 
 
 def test_gpus_are_room_too() -> None:
     hosts = [host("a", prefill=8, gpus=1), host("b", prefill=8, gpus=2)]
-    assert list(placed_all([f"prefill-{i}" for i in range(4)], hosts, gpu=True).values()) == ["a", "b", "b", None]
+    assert list(placed_all([f"prefill-{i}" for i in range(4)], hosts, gpus=1.0).values()) == ["a", "b", "b", None]
+
+
+def test_workers_share_a_gpu_by_fractions() -> None:
+    hosts = [host("a", prefill=8, gpus=1), host("b", prefill=8, gpus=1)]
+    chosen = placed_all([f"prefill-{i}" for i in range(21)], hosts, gpus=0.1)
+    assert list(chosen.values()) == ["a"] * 8 + ["b"] * 8 + [None] * 5  # by their own resource
+    chosen = placed_all([f"prefill-{i}" for i in range(7)], hosts, gpus=0.3)
+    assert list(chosen.values()) == ["a"] * 3 + ["b"] * 3 + [None]
 
 
 @given(
