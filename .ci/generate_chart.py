@@ -159,13 +159,13 @@ def readme_text() -> str:
     return text[:start] + before + table
 
 
-def render(values: dict[str, Any], **release: Any) -> dict[str, str]:
-    """The chart's files by name, rendered by Helm; raises what Helm says."""
+def render(values: dict[str, Any], folder: Path = CHART, **release: Any) -> dict[str, str]:
+    """The files of a chart by name, rendered by Helm; raises what Helm says."""
     import helm_python
     from helm_python import _native
 
     options = {"name": "moonpool", "namespace": "llm", "kube_version": KUBERNETES, **release}
-    with helm_python.Chart.load(CHART) as chart:
+    with helm_python.Chart.load(folder) as chart:
         files = json.loads(_native.call_string("helm_render", chart._raw(), json.dumps(values), json.dumps(options)))
     return {name.removeprefix("moonpool/templates/"): text for name, text in files.items()}
 

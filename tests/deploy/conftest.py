@@ -3,8 +3,11 @@
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import os
 import re
+import subprocess
+import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,8 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "moonpool"
 # Of Helm's library in helm-python-sdk 0.2.2: a compiled program of somebody else's, so no other is loaded.
 HELM_LIBRARY = "9108c3a68d6ed3a394d02543bb4afeeb9f9e2bbcf9fbc228f48ac5576e3bdf83"
+# The commit with the chart from which upgrades are tested: before it took volumes, init containers and further objects.
+PREVIOUS = "5517d2d1515f88c47b5e91a30425eda55402ba5a"
 EXAMPLES = sorted(path.stem.removeprefix("values-") for path in (CHART / "examples").glob("values-*.yaml"))
 _POD = {"POD_NAME": "moonpool-pod-0", "POD_IP": "10.1.2.3", "NODE_NAME": "host-7.example.com"}
 _COMPOSITES = {role.command: role.composite for role in ROLES} | {"serve": ServeConfig}
@@ -192,11 +197,29 @@ def example_values() -> Callable[[str], dict[str, Any]]:
 
 
 @pytest.fixture(scope="session", params=EXAMPLES)
-def example(request: pytest.FixtureRequest, render: Render, example_values: Callable[[str], dict[str, Any]]) -> Release:
+def example_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def example(example_name: str, render: Render, example_values: Callable[[str], dict[str, Any]]) -> Release:
     """Each example of the chart, rendered."""
-    return render(example_values(request.param))
+    return render(example_values(example_name))
 
 
 @pytest.fixture(scope="session")
 def chart() -> Path:
     return CHART
+
+
+@pytest.fixture(scope="session")
+def previous_chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chart of an earlier commit; tests are skipped in a copy of the sources without that commit."""
+    path = CHART.relative_to(ROOT)
+    archived = subprocess.run(["git", "archive", PREVIOUS, str(path)], cwd=ROOT, capture_output=True, check=False)
+    if archived.returncode:
+        pytest.skip(f"git has no commit {PREVIOUS}, which needs the whole history: {archived.stderr.decode().strip()}")
+    folder = tmp_path_factory.mktemp("previous")
+    with tarfile.open(fileobj=io.BytesIO(archived.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / path

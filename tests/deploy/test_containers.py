@@ -78,20 +78,21 @@ def test_what_is_copied_is_there_and_let_through(stages: Any) -> None:
 
 
 def test_what_a_stage_uses_it_declares(stages: Any) -> None:
+    """A stage inherits the variables of the one that it begins with, but in buildah not the arguments."""
     common = {value.partition("=")[0] for _, value in stages[""][1]}
     inherited = {"PATH"}  # of the image that a stage begins with
     for name in list(stages)[1:]:
-        declared, own = set(), stages[name][1]
-        for kind, value in chain(stages, name):
+        declared = set()
+        for kind, value in stages[name][1]:
             if kind == "ARG":
                 declared.add(value.partition("=")[0])
                 assert "=" in value or value in common
-            elif (kind, value) in own:
+            else:
                 assert set(re.findall(r"\$\{?([A-Z_]+)\}?", value)) <= declared | inherited
     script = (FOLDER / "install.sh").read_text(encoding="utf-8")
     used = set(re.findall(r"\$\{?([A-Z_]+)\b(?!:-)", script))
     for name in ("install-cpu", "install-cuda", "install-vllm"):
-        assert used <= {value.partition("=")[0] for kind, value in chain(stages, name) if kind == "ARG"}
+        assert used <= {value.partition("=")[0] for kind, value in stages[name][1] if kind == "ARG"}
 
 
 def test_vllms_image_is_of_the_tested_version_and_starts_vllm(stages: Any) -> None:
