@@ -186,7 +186,7 @@ class Service:
             ]
         )
         self.console = ConsoleWatch(self.conductor, self.cluster, self._about)
-        self.console_pool = PoolContents(self.cluster, config.node_id)
+        self.console_pool = PoolContents(self.cluster)
         self.console_actions = ConsoleActions(self.conductor)
         self._warming: asyncio.TimerHandle | None = None
         self._memory = RecentRequests()

@@ -4,14 +4,16 @@ Pool nodes know namespaces, not models, and accounts, not tenants: the console's
 """
 
 import asyncio
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from frontend.cluster import ClusterWatch
 from frontend.console.shared_build import SharedBuild
-from kvpool import PoolClient
 from moonpool_proto.v1 import common_pb2, conductor_pb2
+from moonpool_proto.v1.pool_pb2_grpc import PoolStub
+from rpc.control import call, open_channel
 from rpc.errors import NetworkError
 from rpc.kv_namespaces import namespace_users
 
@@ -27,10 +29,8 @@ Json = Mapping[str, Any]
 class PoolContents:
     """Reader of the pool nodes' contents."""
 
-    def __init__(self, cluster: ClusterWatch, node_id: str) -> None:
-        """`node_id`: this frontend's, the owner in its calls."""
+    def __init__(self, cluster: ClusterWatch) -> None:
         self._cluster = cluster
-        self._owner = node_id
         self._shared = SharedBuild(self._read, _EVERY_S)
 
     async def get(self) -> dict[str, Any]:
@@ -45,14 +45,13 @@ class PoolContents:
         nodes, slots = list(self._cluster.reply.nodes), asyncio.Semaphore(_CONCURRENT)
 
         async def ask(node: conductor_pb2.Node) -> Json | str:
-            client = PoolClient(node.target, owner=self._owner, owner_incarnation=0)
-            async with slots:
+            async with slots, open_channel(node.target) as channel:
+                asked = PoolStub(channel).State(common_pb2.JsonRequest())
                 try:
-                    return await client.state(deadline_s=_ASK_S)
+                    reply = await call(asked, what="Pool.State", target=node.target, deadline_s=_ASK_S)
                 except NetworkError as error:
                     return str(error)
-                finally:
-                    await client.close()
+            return dict(json.loads(reply.json))
 
         pools = [status.node for status in nodes if status.node.role == common_pb2.ROLE_POOL]
         states = await asyncio.gather(*map(ask, pools))

@@ -236,6 +236,14 @@ def test_what_the_installation_guide_names_is_there(chart: Path) -> None:
     assert [path for path in files if not (ROOT / path.rstrip("/.")).exists()] == []
 
 
+def test_values_that_the_installation_guide_shows_are_accepted(render: Any) -> None:
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```yaml\n# values.yaml\n(.*?)```", text, flags=re.DOTALL)
+    assert len(shown) >= 2
+    for values in shown:
+        assert render(yaml.safe_load(values)).kind("Deployment")
+
+
 def test_an_earlier_name_of_a_setting_is_passed_on(render: Any) -> None:
     for name in ("undivided", "colocated_prefill"):
         assert render({"config": {name: "act"}}).settings[name] == "act"

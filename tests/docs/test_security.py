@@ -23,6 +23,8 @@ PACKAGES = (
         "loadtest",
         "rpc",
         "jit",
+        "endpoint_picker",
+        "examples",
     ),
     *("loadtest", "simulator", "traces", "telemetry", "settings", "moonpool", "proto", "tools", "benchmarks", "deploy"),
     ".ci",

@@ -139,7 +139,7 @@ BAD_REQUESTS: list[tuple[str, bytes, int, str | None, str | None, str]] = [
         "2048",
     ),
     ("/v1/chat/completions", json.dumps({"messages": "hi"}).encode(), 400, "messages", None, "array"),
-    ("/v1/embeddings", b"{}", 404, None, None, "/v1/embeddings"),
+    ("/v1/embeddings", b"{}", 404, None, "endpoint_not_served", "/v1/embeddings"),
 ]
 
 

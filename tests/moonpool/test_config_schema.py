@@ -17,11 +17,13 @@ VALIDATOR = jsonschema.Draft202012Validator(file_schema())
 
 
 def examples() -> list[Any]:
-    """Every YAML block of the pages that shows a configuration file."""
+    """Every YAML block of the pages that shows a configuration file, not values of the chart."""
     blocks = [
-        yaml.safe_load(block)
+        document
         for page in sorted((ROOT / "docs").glob("*.md"))
         for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        if not block.startswith("# values.yaml\n")
+        for document in yaml.safe_load_all(block)
     ]
     known = file_schema()["properties"].keys()
     return [block for block in blocks if isinstance(block, dict) and block.keys() <= known]

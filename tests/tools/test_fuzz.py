@@ -102,13 +102,6 @@ def _commit_any_epoch(original: Any) -> Any:
     return commit
 
 
-def _body_unguarded(original: Any) -> Any:
-    async def parse(model: Any, body: bytes, threads: Any) -> Any:
-        return model.model_validate_json(body)
-
-    return parse
-
-
 def _conjoined_unchecked(original: Any) -> Any:
     return lambda schema: sum("pattern" in part for part in schema["allOf"])
 
@@ -156,7 +149,9 @@ PLANTS = {
     "grpc-pool": Plant("kvpool.service._nanoseconds", lambda original: lambda name, seconds: int(seconds * 1e9), 600),
     "grpc-prefill": Plant("worker.request.Request.from_proto", _chain_unchecked, 600),
     "grpc-decode": Plant("decode_node.server.DecodeService.commit", _commit_any_epoch, 600),
-    "http": Plant("frontend.api.app.parse_body", _body_unguarded, 300),
+    "http": Plant(
+        "frontend.api.routes.parse", lambda original: lambda model, body: model.model_validate_json(body), 300
+    ),
 }
 
 

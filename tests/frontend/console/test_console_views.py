@@ -208,7 +208,7 @@ async def test_sessions_are_shown_with_their_turns_reuse_and_retention(
             await visit.axe()
             await visit.fits()
             await page.get_by_role("link", name="cmpl-1").click()
-            await page.get_by_role("link", name=f"{10:016x}").click()
+            await page.get_by_role("link", name=f"{10:016x}").first.click()
             await expect(page.get_by_role("heading", name=f"Turns of session {10:016x}")).to_be_visible()
 
 

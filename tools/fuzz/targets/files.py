@@ -19,6 +19,7 @@ from frontend.keys_file import callers_of, parse_keys
 from moonpool.config import (
     COMPOSITES,
     ConductorRole,
+    EndpointPickerRole,
     FrontendRole,
     PoolNodeRole,
     WorkerRole,
@@ -245,6 +246,7 @@ _REQUIRED: dict[type, dict[str, str]] = {
     WorkerRole: {"conductor": "unix:/c", "pool": "unix:/p", "node_id": "n"},
     FrontendRole: {"conductor": "unix:/c", "node_id": "n"},
     ConductorRole: {"node_id": "n"},
+    EndpointPickerRole: {"endpoints": "e:80"},
 }
 _HASH = "sha256:" + "ab" * 32
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from tools.fuzz import mutation
 from tools.fuzz.target import FuzzTarget, Misjudged
 
 _ROUTES = (
-    "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/models/m", "/health",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/embeddings", "/tokenize", "/detokenize", "/v1/models", "/v1/models/m", "/health",
     "/live", "/ready", "/version", "/validate", "/metrics", "/openapi.json", "/console", "/console/data", "/",
 )  # fmt: skip
 _USER = [{"role": "user", "content": "hi"}]
@@ -40,6 +41,10 @@ _WORDS = (
     "auto",
     "required", "none", "stream_options", "include_usage", "return_token_ids", "prompt_logprobs", "truncation",
     "tokens",
+    "input", "instructions", "output_text", "input_text", "max_output_tokens", "previous_response_id", "store",
+    "system", "stop_sequences", "thinking", "budget_tokens", "tool_use", "tool_result", "tool_use_id", "input_schema",
+    "cache_control", "ephemeral", "function_call", "function_call_output", "call_id", "arguments", "output",
+    "reasoning", "reasoning_effort",
     "add_special_tokens", "chat_template_kwargs", "cache_salt", "priority", "min_tokens", "stop_token_ids", True, 1,
     [5], 0.5,
 )  # fmt: skip
@@ -108,8 +113,8 @@ class _Conductor(ConductorServicer):  # other calls remain unimplemented
 class HttpBodies(FuzzTarget):
     """Requests to all routes: a msgpack list of method, path, headers and body.
 
-    An answer must not be a 5xx, except for readiness; an error must have OpenAI's form; and nothing may be held after
-    it.
+    An answer must not be a 5xx, except for readiness; an error must have the form of its path's API; and nothing may be
+    held after it.
     """
 
     name = "http"
@@ -169,6 +174,19 @@ class HttpBodies(FuzzTarget):
             ("/v1/chat/completions", {"messages": _USER, "max_tokens": 2, "tools": [_TOOL], "tool_choice": "auto"}),
             ("/v1/chat/completions", {"messages": _USER, "max_tokens": 2, "response_format": {
                 "type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}}),
+            ("/v1/responses", {"input": "hi", "max_output_tokens": 2}),
+            ("/v1/responses", {"stream": True, "max_output_tokens": 2, "instructions": "be brief", "tools": [
+                {"type": "function", **_TOOL["function"]}], "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "5"}]}),
+            ("/v1/messages", {"messages": _USER, "max_tokens": 2, "stream": True, "system": "be brief"}),
+            ("/v1/messages", {"max_tokens": 2, "tools": [{"name": "f", "input_schema": _TOOL["function"]["parameters"],
+                                                          "cache_control": {"type": "ephemeral"}}], "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "5"}]}]}),
+            ("/v1/messages/count_tokens", {"messages": _USER}),
             ("/tokenize", {"prompt": "a b"}),
             ("/tokenize", {"messages": _USER, "return_token_strs": True}),
             ("/detokenize", {"tokens": [5, 6, 7]}),
@@ -257,20 +275,33 @@ def _judge(method: str, path: str, sent: Sequence[dict[str, Any]]) -> None:
         raise Misjudged(f"HTTP {status}: {body[:300].decode(errors='replace')}")
     kind = dict(sent[0]["headers"]).get(b"content-type", b"")
     if kind.startswith(b"text/event-stream"):
-        _judge_stream(body)
+        _judge_stream(path.rstrip("/"), body)
     elif 400 <= status < 500 and method != "HEAD" and not path.startswith("/console"):
-        error = json.loads(body)["error"]
-        if set(error) != {"message", "type", "param", "code"} or not 0 < len(error["message"]) < 4000:
-            raise Misjudged(f"an error without OpenAI's form: {body[:200].decode(errors='replace')}")
+        found = json.loads(body)
+        error = found["error"]
+        is_formed = path.startswith("/v1/messages") == (found.get("type") == "error")
+        if not is_formed or set(error) != {"message", "type", "param", "code"} or not 0 < len(error["message"]) < 4000:
+            raise Misjudged(f"an error without its API's form: {body[:200].decode(errors='replace')}")
     elif kind.startswith(b"application/json") and body:
         json.loads(body)
 
 
-def _judge_stream(body: bytes) -> None:
-    events = body.split(b"\n\n")
-    if events[-2:] != [b"data: [DONE]", b""]:
+_LAST_EVENTS: Mapping[str, tuple[str, ...]] = {
+    "/v1/responses": ("response.completed", "response.incomplete", "response.failed"),
+    "/v1/messages": ("message_stop", "error"),
+}
+
+
+def _judge_stream(path: str, body: bytes) -> None:
+    *events, rest = body.split(b"\n\n")
+    if not events or rest or (path not in _LAST_EVENTS and events.pop() != b"data: [DONE]"):
         raise Misjudged("a stream without its end")
-    for event in events[:-2]:
-        found = json.loads(event.removeprefix(b"data: "))
-        if found.get("error", {}).get("code") == "internal_error":
+    for event in events:
+        kind, _, data = event.rpartition(b"data: ")
+        found = json.loads(data)
+        if kind and kind.decode() != f"event: {found['type']}\n":
+            raise Misjudged(f"an event that is named unlike its type: {event[:200].decode(errors='replace')}")
+        if (found.get("error") or {}).get("code") == "internal_error":
             raise Misjudged(f"an internal error in a stream: {event[:200].decode(errors='replace')}")
+    if path in _LAST_EVENTS and found["type"] not in _LAST_EVENTS[path]:
+        raise Misjudged(f"a stream that ends with {found['type']}")
