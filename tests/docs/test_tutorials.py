@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 TESTED = ("first-slo", "replay-your-log", "plan-a-cluster", "agents")
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SAVED = re.compile(r"[Ss]ave this as `([\w.]+)`:\s*$")
-READY_S = 120
+READY_S = 300
 
 
 class Reader:
@@ -56,7 +56,6 @@ class Reader:
 
     def _serve(self, line: str) -> None:
         assert self._server is None
-        ready = self._folder / "ready.json"
         ready = self._folder / "ready.json"
         with (self._folder / "serve.log").open("wb") as log:
             command = [*shlex.split(line), "--port", str(self._port), "--ready-file", str(ready)]

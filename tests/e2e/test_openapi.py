@@ -23,7 +23,15 @@ from tests.chromium import chromium, open_visit
 NANO = Path(__file__).parents[1] / "data" / "nano-model"
 VOCABULARY = 2048
 TIMEOUT_S = 60.0
-POSTED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+POSTED = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+)
 GOT = (
     "/v1/models",
     "/v1/models/{name}",
@@ -82,7 +90,7 @@ def servable(case: Any) -> None:
             body[name] = known_tokens(body[name])
     if body.get("logit_bias"):
         body["logit_bias"] = {str(int(key) % VOCABULARY): value for key, value in body["logit_bias"].items()}
-    for name, bound in {"n": 3, "best_of": 3, "max_tokens": 16, "max_completion_tokens": 16, "min_tokens": 4}.items():
+    for name, bound in {"n": 3, "best_of": 3, "max_tokens": 16, "max_completion_tokens": 16, "max_output_tokens": 16, "min_tokens": 4}.items():
         if body.get(name):
             body[name] = 1 + body[name] % bound
     for message in body.get("messages") or []:

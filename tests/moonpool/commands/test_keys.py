@@ -1,10 +1,13 @@
-"""`moonpool keys new`: the key goes to its owner alone, its hash into the file."""
+"""`moonpool keys`: a key goes to its owner alone, its hash into the file; revoking it changes no other key."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from frontend.api_keys import ApiKeys
@@ -83,3 +86,120 @@ def test_a_file_that_is_wrong_before_is_said_to_be(tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert "is invalid" in refused.output
     assert path.read_text() == "keys: 3\n"
+
+
+HASHES = [f"sha256:{digit * 64}" for digit in "0123"]
+BY_HAND = f"""\
+# ours
+keys:
+  # the first
+  - name: a   # of May
+    hash: {HASHES[0]}
+    tenant: t
+    requests_per_minute: 5
+    slo_classes: [x, y]
+
+  # the second
+  - {{name: b, hash: '{HASHES[1]}', tenant: u, scope: admin}}
+  - tenant: t
+    name: c
+    hash: {HASHES[2]}
+    expires: 2020-01-01
+# the end
+"""
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def callers(text: str) -> dict[str, Any]:
+    return {entry.name: caller for entry, caller in callers_of(parse_keys(text))}
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.yaml"
+    path.write_text(BY_HAND)
+    return path
+
+
+def test_a_list_shows_who_may_do_what_and_no_hash(by_hand: Path) -> None:
+    shown = run("list", "--file", str(by_hand))
+    assert shown.exit_code == 0, shown.output
+    rows = {line.split()[0]: line for line in shown.stdout.splitlines()}
+    assert all(text in rows["a"] for text in ("t ", "user", "never", "requests_per_minute 5", "x, y"))
+    assert all(text in rows["b"] for text in ("u ", "admin", "none", "all"))
+    assert "2020-01-01" in rows["c"]
+    assert "(expired)" in shown.stdout
+    found = json.loads(run("list", "--json", "--file", str(by_hand)).stdout)
+    assert [(row["name"], row["expired"], row["limits"]) for row in found] == [
+        ("a", False, {"requests_per_minute": 5}),
+        ("b", False, {}),
+        ("c", True, {"requests_per_minute": 5}),
+    ]
+    assert not any(digit * 8 in shown.stdout + json.dumps(found) for digit in "0123")
+
+
+def test_a_revoked_key_is_gone_and_its_tenant_keeps_its_limits(by_hand: Path) -> None:
+    by_hand.chmod(0o640)
+    before = callers(BY_HAND)
+    revoked = run("revoke", "a", "--file", str(by_hand))
+    assert revoked.exit_code == 0, revoked.output
+    text = by_hand.read_text()
+    assert callers(text) == {name: before[name] for name in "bc"}
+    assert all(comment in text for comment in ("# ours", "# the first", "# the second", "# the end"))
+    assert by_hand.stat().st_mode & 0o777 == 0o640
+    for name in "bc":
+        assert run("revoke", name, "--file", str(by_hand)).exit_code == 0
+    assert parse_keys(by_hand.read_text()) == []
+
+
+def test_a_key_that_cannot_be_revoked_is_said_to_be(by_hand: Path) -> None:
+    unknown = run("revoke", "d", "--file", str(by_hand))
+    assert (unknown.exit_code, "a, b, c" in unknown.output) == (2, True)
+    assert by_hand.read_text() == BY_HAND
+    in_a_line = f"keys: [{{name: a, hash: '{HASHES[0]}', tenant: t}}, {{name: b, hash: '{HASHES[1]}', tenant: t}}]\n"
+    by_hand.write_text(in_a_line)
+    refused = run("revoke", "a", "--file", str(by_hand))
+    assert (refused.exit_code, "by hand" in refused.output) == (2, True)
+    assert by_hand.read_text() == in_a_line
+    missing = run("revoke", "a", "--file", str(by_hand.with_name("none.yaml")))
+    assert (missing.exit_code, "none.yaml" in missing.output) == (2, True)
+
+
+@st.composite
+def files(draw: st.DrawFn) -> str:
+    """Valid files as people write them: blocks and flows, comments, blank lines, with or without a last newline."""
+    indent = " " * draw(st.integers(0, 4))
+    lines = ["keys:"]
+    shared = {tenant: draw(st.sampled_from([{}, {"max_concurrent": 3}, {"cache_salt": "s"}])) for tenant in "tu"}
+    for number in range(draw(st.integers(1, 4))):
+        fields: dict[str, Any] = {"name": f"k{number}", "hash": HASHES[number], "tenant": draw(st.sampled_from("tu"))}
+        fields |= shared[fields["tenant"]] if draw(st.booleans()) else {}
+        written = [f"{name}: {json.dumps(value)}" for name, value in draw(st.permutations(list(fields.items())))]
+        lines += [f"{indent}# before" for _ in range(draw(st.integers(0, 1)))]
+        if draw(st.booleans()):
+            lines.append(f"{indent}- {{{', '.join(written)}}}{draw(st.sampled_from(['', '  # note']))}")
+        else:
+            gap = " " * draw(st.integers(1, 3))
+            lines.append(f"{indent}-{gap}{written[0]}")
+            lines += [f"{indent} {gap}{line}" for line in written[1:]]
+        lines += ["" for _ in range(draw(st.integers(0, 1)))]
+    return "\n".join(lines) + draw(st.sampled_from(["", "\n", "\n\n# end\n"]))
+
+
+@given(files(), st.data())
+def test_revoking_a_key_changes_no_other_key(tmp_path_factory: Any, text: str, data: Any) -> None:
+    path = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    path.write_text(text)
+    before = callers(text)
+    name = data.draw(st.sampled_from(sorted(before)))
+    revoked = run("revoke", name, "--file", str(path))
+    if revoked.exit_code:  # limits would have to move into an entry that is written in one line
+        assert "by hand" in revoked.output
+        assert path.read_text() == text
+        assert "{" in text
+        assert "max_concurrent" in text or "cache_salt" in text
+    else:
+        assert callers(path.read_text()) == {each: caller for each, caller in before.items() if each != name}
