@@ -212,7 +212,7 @@ def requests_in(metrics: str) -> int | None:
     """
     for names in (_API_SERVER_METRICS, _ENGINE_METRICS):
         values = [line.rpartition(" ")[2] for line in metrics.splitlines() if line.startswith(names)]
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OverflowError):  # as for NaN and +Inf
             if values:
                 return round(sum(map(float, values)))
     return None

@@ -19,7 +19,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from endpoint_picker.request import generation_path
 from frontend.api.routes import error_body
-from frontend.errors import ApiError, BodyTooLarge
+from frontend.errors import ApiError, BodyTooLarge, InvalidRequest
 from moonpool_proto.v1.ext_proc_pb2 import (
     BUFFERED,
     BUFFERED_PARTIAL,
@@ -85,7 +85,7 @@ class Exchange:
         return bytes(self._body) if self._has_body else None
 
     def receive(self, message: ProcessingRequest) -> list[ProcessingResponse]:
-        """Take a message of the gateway and return the responses to send at once. Raises BodyTooLarge."""
+        """Take a message of the gateway and return the responses to send at once. Raises BodyTooLarge, InvalidRequest."""
         if not self._has_begun:
             self._has_begun = True
             if message.HasField("protocol_config"):
@@ -125,6 +125,8 @@ class Exchange:
         return [first, *self._body_again()]
 
     def _request_headers(self, message: ProcessingRequest) -> list[ProcessingResponse]:
+        if self.headers or self._is_over:  # a second endpoint would be picked for the same exchange
+            raise InvalidRequest("the gateway sent the headers of two requests in one exchange")
         headers = message.request_headers
         self.headers = {each.key.lower(): _value(each) for each in headers.headers.headers}
         self.subset = _subset(message.metadata_context)

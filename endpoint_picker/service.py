@@ -61,7 +61,8 @@ class PickerService(ExternalProcessorServicer):
                     async for message in request_iterator:
                         if message.observability_mode:
                             continue
-                        await body_place.take(len(message.request_body.body))
+                        if use is None:  # later chunks only pass through
+                            await body_place.take(len(message.request_body.body))
                         responses = exchange.receive(message)
                         if exchange.awaits_pick:
                             limit.reschedule(None)

@@ -3,7 +3,7 @@
 import pytest
 
 from endpoint_picker.exchange import Exchange, refusal
-from frontend.errors import BodyTooLarge, Overloaded
+from frontend.errors import BodyTooLarge, InvalidRequest, Overloaded
 from moonpool_proto.v1.ext_proc_pb2 import (
     BUFFERED,
     BUFFERED_PARTIAL,
@@ -173,6 +173,16 @@ def test_a_refusal_of_messages_has_anthropics_form():
     outcome = outcome_of([refusal(Overloaded("too much", code="ttft", retry_after_s=2.4), "/fleet/v1/messages")])
     assert outcome.error["type"] == "rate_limit_error"
     assert outcome.error["code"] == "ttft"
+
+
+@pytest.mark.parametrize("first", [headers_message(HEADERS), trailers_message()], ids=["headers", "trailers"])
+def test_the_headers_of_a_second_request_end_the_exchange(first):
+    exchange = Exchange(100)
+    exchange.receive(first)
+    if exchange.awaits_pick:
+        exchange.picked(["a:1"])
+    with pytest.raises(InvalidRequest, match="two requests"):
+        exchange.receive(headers_message(HEADERS))
 
 
 def test_fields_of_envoy_that_are_not_declared_here_are_ignored():

@@ -7,7 +7,7 @@ from collections import Counter
 import grpc
 import pytest
 
-from moonpool_proto.v1.ext_proc_pb2 import BUFFERED, NONE
+from moonpool_proto.v1.ext_proc_pb2 import BUFFERED, NONE, STREAMED
 from moonpool_proto.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from moonpool_proto.v1.health_pb2_grpc import HealthStub
 from tests.endpoint_picker.gateway import (
@@ -276,6 +276,18 @@ async def test_bodies_together_are_bounded(start_endpoint, start_picker):
             await asyncio.sleep(0.01)
     assert (outcome.status, outcome.error["code"]) == (503, "bodies")
     waiting.call.cancel()
+
+
+async def test_bodies_that_only_pass_by_take_no_memory(start_endpoint, start_picker):
+    picker = await start_picker(await start_endpoint(), picker_max_bodies_bytes=100_000)
+    exchange = picker.exchange()
+    await exchange.send(headers_message({":path": CHAT}, mode=STREAMED))
+    await exchange.picked(has_body=False)
+    for _ in range(4):
+        await exchange.send(body_message(b"x" * 60_000, end_of_stream=False))
+        assert (await exchange.read()).HasField("request_body")
+    assert (await picker.answer(chat("y" * 60_000))).status == 200
+    await exchange.end()
 
 
 async def test_an_observing_gateway_is_not_answered(two):

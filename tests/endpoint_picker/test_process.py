@@ -56,4 +56,5 @@ def test_the_load_of_an_api_server_is_its_own_even_beside_that_of_the_cluster():
 
 def test_metrics_without_requests_say_nothing_of_the_load():
     assert requests_in("python_info 1.0\n") is None
-    assert requests_in("vllm:num_requests_running{} none\n") is None
+    for value in ("none", "NaN", "+Inf"):
+        assert requests_in(f"vllm:num_requests_running{{}} {value}\n") is None

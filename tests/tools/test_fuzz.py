@@ -102,6 +102,14 @@ def _commit_any_epoch(original: Any) -> Any:
     return commit
 
 
+def _body_cut(original: Any) -> Any:
+    def passed_on(body: Any, *, is_streamed: bool) -> Any:
+        body.body = body.body[:60]
+        return original(body, is_streamed=is_streamed)
+
+    return passed_on
+
+
 def _conjoined_unchecked(original: Any) -> Any:
     return lambda schema: sum("pattern" in part for part in schema["allOf"])
 
@@ -149,6 +157,7 @@ PLANTS = {
     "grpc-pool": Plant("kvpool.service._nanoseconds", lambda original: lambda name, seconds: int(seconds * 1e9), 600),
     "grpc-prefill": Plant("worker.request.Request.from_proto", _chain_unchecked, 600),
     "grpc-decode": Plant("decode_node.server.DecodeService.commit", _commit_any_epoch, 600),
+    "endpoint-picker": Plant("endpoint_picker.exchange._passed_on", _body_cut),
     "http": Plant(
         "frontend.api.routes.parse", lambda original: lambda model, body: model.model_validate_json(body), 300
     ),

@@ -33,5 +33,6 @@ TARGETS: Final = {
     "grpc-pool": "tools.fuzz.targets.calls:PoolCalls",
     "grpc-prefill": "tools.fuzz.targets.calls:PrefillCalls",
     "grpc-decode": "tools.fuzz.targets.calls:DecodeCalls",
+    "endpoint-picker": "tools.fuzz.targets.gateway:PickerExchanges",
     "http": "tools.fuzz.targets.http:HttpBodies",
 }

@@ -72,6 +72,7 @@ class CallsTarget(FuzzTarget):
 
     allowed: tuple[type[BaseException], ...] = (RefusedByServer, DecodeError, JoinRefused, ExecuteBatchError)
     deadline_s = 60.0
+    package: ClassVar[str] = "moonpool.v1"
     service: str
     methods: ClassVar[Mapping[str, Method]]
 
@@ -182,7 +183,7 @@ class CallsTarget(FuzzTarget):
         return refused
 
     async def _call(self, name: str, method: Method, messages: list[bytes]) -> list[Any]:
-        path = f"/moonpool.v1.{self.service}/{name}"
+        path = f"/{self.package}.{self.service}/{name}"
         if method.kind == "unary":
             unary: Any = self.channel.unary_unary(path, None, method.reply.FromString)
             return [await unary(messages[0], timeout=_CALL_S)]
