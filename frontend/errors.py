@@ -29,7 +29,7 @@ FrontendError
 """
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from rpc.errors import AddressInUse
 
@@ -62,8 +62,19 @@ class ClientGone(FrontendError):
     """The HTTP client closed its connection."""
 
 
+_MOST_MESSAGE_CHARS: Final = 2000
+_MOST_PARAM_CHARS: Final = 200
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 class ApiError(FrontendError):
-    """Error that is sent to the client. `param` names the invalid field; `code` identifies the error for programs."""
+    """Error that is sent to the client. `param` names the invalid field; `code` identifies the error for programs.
+
+    Long messages and names of fields are cut, since they may contain what the client has sent.
+    """
 
     status: ClassVar[int] = 500
     kind: ClassVar[str] = "server_error"
@@ -72,9 +83,9 @@ class ApiError(FrontendError):
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = _shortened(message, _MOST_MESSAGE_CHARS)
+        super().__init__(self.message)
+        self.param = param and _shortened(param, _MOST_PARAM_CHARS)
         self.code = code if code is not None else self.default_code
         self.retry_after_s = retry_after_s
         self.request_id = ""  # set once the request has an id in the cluster

@@ -155,6 +155,24 @@ async def test_bytes_that_are_no_json_are_refused(front: Any, raw: bytes) -> Non
         assert body["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": [{"type": "x" * 100_000}]}),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "x" * 100_000, "name": "f"}]}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "x" * 100_000}]}]}),
+        ("/v1/messages", {"max_tokens": 1, "messages": USER, "tools": [{"name": "f", "type": "x" * 100_000}]}),
+        (COMPLETIONS, PROMPT | {"logit_bias": {"x" * 100_000: 1}}),
+        (CHAT, {"messages": USER, "model": "x" * 100_000}),
+    ],
+)
+async def test_an_error_does_not_repeat_all_that_was_sent(front: Any, path: str, body: Any) -> None:
+    status, answer = await front.post(path, body)
+    assert status in (400, 404)
+    assert len(answer["error"]["message"]) < 2100
+    assert len(answer["error"]["param"]) < 210
+
+
 async def test_neutral_and_unknown_fields_are_accepted(cluster: Any, front: Any) -> None:
     cluster.answer_with(lambda submit: ([20], worker_pb2.FINISH_LENGTH))
     neutral = {
