@@ -10,8 +10,9 @@ Lifetimes of access to the arena:
                arena from moving or returning them; a read after the lease's end is detected by its digests
     writers    one key per put, to a window from its first to its last slot:
 
-        allocate ── write_key ── writes ── seal | abort | expiry | owner lost ── key revoked ── fence_revoked
-        slots:     held by the put                    unsealed ones fenced ───────────────┘ free for reuse
+        allocate ── write_key ── writes ──┬─────────── abort | expiry | owner lost ── key revoked ── fence_revoked
+        slots:     held by the put        │              unsealed ones fenced ─────────────────┘ free for reuse
+                                          └─ key revoked ── seal: from here on, a block may be evicted at any time
 """
 
 import asyncio
@@ -188,10 +189,13 @@ class PoolNode:
         return future
 
     async def seal(self, put_id: str, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool] | None = None) -> int:
-        """Seal as `PoolCore.seal`: the blocks are visible at once, and their slots write-protected on return."""
+        """Seal as `PoolCore.seal`, once nobody can write to the blocks any more: a sealed block may be evicted at once,
+        and its slots reused.
+        """
+        await self._revoked(put_id)
         sealed = self.core.seal(time.monotonic_ns(), put_id, digests, keep)
         self.publish_changes()
-        await self._revoked(put_id)
+        self.core.fence_revoked(put_id)
         return sealed
 
     def seal_now(self, put_id: str, digests: Sequence[tuple[bytes, ...]], keep: Sequence[bool]) -> int:
@@ -294,7 +298,7 @@ class PoolNode:
         return len(self._keys)
 
     async def _revoked(self, put_id: str) -> None:
-        """Revoke an ended put's key and free its unsealed slots. Completes even if the caller is cancelled."""
+        """Revoke a put's key; if the put has ended, free its unsealed slots. Completes even if the caller is cancelled."""
         await asyncio.shield(self._spawn(self._revoke(put_id)))
 
     async def _revoke(self, put_id: str) -> None:
@@ -302,9 +306,10 @@ class PoolNode:
         if key is not None:
             await asyncio.to_thread(self.messenger.revoke, key)
             self._keys.pop(put_id, None)
-        read = self._own_reads.pop(put_id, None)
+        read = self._own_reads.get(put_id)
         if read is not None:
             await asyncio.gather(asyncio.wrap_future(read), return_exceptions=True)
+            self._own_reads.pop(put_id, None)
         self.core.fence_revoked(put_id)
 
     async def _sweep(self) -> None:

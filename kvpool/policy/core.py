@@ -286,8 +286,8 @@ class PoolCore:
     ) -> int:
         """Make a put's blocks visible; `digests` are given per NEW block and group. Returns the number made visible.
 
-        Blocks whose `keep` is False are dropped and their slots fenced under the put's id, as in `abort`. The caller
-        must then revoke the put's key and call `fence_revoked`. Raises PutLost if the put has ended, SpecError if the
+        The put's key must have been revoked. Blocks whose `keep` is False are dropped and their slots fenced under the
+        put's id, as in `abort`; `fence_revoked` must follow. Raises PutLost if the put has ended, SpecError if the
         digests do not match the blocks.
         """
         put = self.puts.get(put_id)

@@ -90,7 +90,14 @@ def servable(case: Any) -> None:
             body[name] = known_tokens(body[name])
     if body.get("logit_bias"):
         body["logit_bias"] = {str(int(key) % VOCABULARY): value for key, value in body["logit_bias"].items()}
-    for name, bound in {"n": 3, "best_of": 3, "max_tokens": 16, "max_completion_tokens": 16, "max_output_tokens": 16, "min_tokens": 4}.items():
+    for name, bound in {
+        "n": 3,
+        "best_of": 3,
+        "max_tokens": 16,
+        "max_completion_tokens": 16,
+        "max_output_tokens": 16,
+        "min_tokens": 4,
+    }.items():
         if body.get(name):
             body[name] = 1 + body[name] % bound
     for message in body.get("messages") or []:

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from kvpool import KvSpec, Lease, SlotStatus, layer_digests, parent_keys
 from kvpool.errors import PoolConfigError, PoolRefused, PutLost, SpecMismatch
-from messenger import AddressInUse, RemoteAccessError
+from messenger import AddressInUse, Messenger, RemoteAccessError, RemoteKey
 from rpc.control import Unavailable
 from settings.keys import InvalidSetting
 
@@ -48,6 +49,33 @@ async def test_a_put_is_invisible_before_its_seal(start_pool, worker, chain_of) 
     lease = await client.pin(worker.ns, chain_of(3), lease_s=30)
     assert np.array_equal(lease.chain, chain_of(3))
     await client.unpin(lease)
+
+
+async def test_a_block_can_be_evicted_only_once_nobody_can_write_to_it(
+    start_pool, worker, chain_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = worker.client((await start_pool()).target)
+    ticket = await worker.allocate(client, chain_of(2))
+    await worker.write(ticket, seed=1)
+    loop, revoke = asyncio.get_running_loop(), Messenger.revoke
+    has_begun, may_end = asyncio.Event(), threading.Event()
+
+    def slow_revoke(messenger: Messenger, key: RemoteKey) -> None:
+        loop.call_soon_threadsafe(has_begun.set)
+        assert may_end.wait(60)
+        revoke(messenger, key)
+
+    monkeypatch.setattr(Messenger, "revoke", slow_revoke)
+    sealing = asyncio.ensure_future(client.seal(ticket, worker.digests(2), deadline_s=60))
+    try:
+        async with asyncio.timeout(60):
+            await has_begun.wait()
+        assert await client.pin(worker.ns, chain_of(2), lease_s=30) is None
+        assert await client.evict(worker.ns, chain_of(2)) == 0
+    finally:
+        may_end.set()
+    assert await sealing == 2
+    assert await client.evict(worker.ns, chain_of(2)) == 2
 
 
 async def test_statuses_new_exists_no_space(start_pool, worker, chain_of) -> None:
