@@ -85,7 +85,7 @@ class Exchange:
         return bytes(self._body) if self._has_body else None
 
     def receive(self, message: ProcessingRequest) -> list[ProcessingResponse]:
-        """Take a message of the gateway and return the responses to send at once. Raises BodyTooLarge, InvalidRequest."""
+        """Take a message of the gateway; return the responses to send at once. Raises BodyTooLarge, InvalidRequest."""
         if not self._has_begun:
             self._has_begun = True
             if message.HasField("protocol_config"):

@@ -298,7 +298,7 @@ class PoolNode:
         return len(self._keys)
 
     async def _revoked(self, put_id: str) -> None:
-        """Revoke a put's key; if the put has ended, free its unsealed slots. Completes even if the caller is cancelled."""
+        """Revoke a put's key; free its unsealed slots if it has ended. Completes even if the caller is cancelled."""
         await asyncio.shield(self._spawn(self._revoke(put_id)))
 
     async def _revoke(self, put_id: str) -> None:

@@ -1,6 +1,4 @@
-"""The command `moonpool keys`: creates, lists and revokes keys of the API server's keys file. A key is shown once, never
-stored.
-"""
+"""The command `moonpool keys`: creates, lists and revokes API keys in a file. A key is shown once, never stored."""
 
 import json
 import os
@@ -211,8 +209,8 @@ def _places(text: str) -> dict[str, _Place]:
     (_, entries) = yaml.compose(text, Loader=yaml.SafeLoader).value[0]
     lines, places = text.splitlines(), {}
     for node in entries.value:
-        # A block ends where the next token begins; what stands before that in its line is of the entry only if not blank.
         start, end = node.start_mark.line, node.end_mark.line
+        # A block ends where the next token begins, which may be in the middle of its own last line.
         end += bool(lines[end][: node.end_mark.column].strip()) if end < len(lines) else 0
         while end > start + 1 and re.fullmatch(r"\s*(#.*)?", lines[end - 1]):
             end -= 1
