@@ -206,7 +206,7 @@ class EngineSettings(SettingsGroup):
         float,
         Key(
             "Seconds after which a worker ends at once if a step of its engine has not ended: its requests move to "
-            "other workers. Longer than its longest step; 0: never. Not used by vLLM workers",
+            "other workers. Longer than its longest step; 0: never",
             low=0,
             high=86400,
             unit="s",

@@ -54,6 +54,7 @@ class VllmRunner:
         self._by_number: dict[int, _Run] = {}
         self._numbers = itertools.count()
         self._watching: asyncio.Task[None] | None = None
+        self._num_steps = 0  # that vLLM has reported
         self.usage = 0.0  # of the KV cache, from 0 to 1
         self.preemptions = 0
         self._llm: Any = None
@@ -77,7 +78,8 @@ class VllmRunner:
 
     @property
     def step_in_progress(self) -> int:
-        return 0  # steps are vLLM's own
+        """Number that changes with every step that vLLM reports, while it has sequences; 0 without sequences."""
+        return self._num_steps + 1 if self._runs else 0
 
     async def _warm_up(self) -> None:
         """Compute one prompt with everything that vLLM compiles when it is first needed."""
@@ -260,6 +262,7 @@ class VllmRunner:
         return Statistics()
 
     def _record(self, scheduler: Any, iteration: Any) -> None:
+        self._num_steps += 1
         if scheduler is not None:
             self.usage = scheduler.kv_cache_usage
             for seconds, prompts, batch, context_tokens in (scheduler.kv_connector_stats or {}).get(STEPS, ()):

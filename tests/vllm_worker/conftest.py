@@ -33,6 +33,7 @@ collect_ignore = (
 def cluster(start_cluster: Callable[..., Any]) -> Iterator[Any]:
     """Two aggregated workers with vLLM: each takes about a minute of CPU to start, so all tests share them."""
     flags = ["--engine", "vllm", "--aggregated", "2", "--block-tokens", "32", "--capacity-tokens", "16384"]
+    flags += ["--step-timeout", "60"]  # for a test in which an engine stands still
     with start_cluster(BUNDLED_MODEL, *flags) as running:
         yield running
 

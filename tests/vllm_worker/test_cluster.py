@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -193,9 +194,12 @@ LONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("victim", ["worker", "VLLM::EngineCore"])
-async def test_running_answers_go_on_with_the_same_tokens_after_the_death_of_a(
-    victim: str, cluster: Any, session: aiohttp.ClientSession
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [("worker", signal.SIGKILL), ("VLLM::EngineCore", signal.SIGKILL), ("VLLM::EngineCore", signal.SIGSTOP)],
+)
+async def test_running_answers_go_on_with_the_same_tokens_after_the_end_of_a(
+    victim: str, how: signal.Signals, cluster: Any, session: aiohttp.ClientSession
 ) -> None:
     asked = [{"prompt": prompt, **options} for prompt, options in zip(prompts(4, seed=9), LONG, strict=True)]
     expected = [(await stream(cluster, session, body, lambda _: None))[0] for body in asked]
@@ -207,7 +211,7 @@ async def test_running_answers_go_on_with_the_same_tokens_after_the_death_of_a(
             busy = max(before, key=lambda name: cpu_s(cluster.pid(name)) - before[name])
             pid = cluster.pid(busy)
             killed.update(node=busy, pid=pid, parts=list(parts_of(pid).values()))
-            os.kill(pid if victim == "worker" else parts_of(pid)[victim].pid, 9)
+            os.kill(pid if victim == "worker" else parts_of(pid)[victim].pid, how)
 
     streams = await asyncio.gather(*(stream(cluster, session, body, kill) for body in asked))
     assert [ids for ids, _ in streams] == expected

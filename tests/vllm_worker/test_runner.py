@@ -126,6 +126,22 @@ async def test_a_prompt_takes_its_share_of_the_steps_that_computed_it_and_only_p
     assert (runner.usage, runner.preemptions) == (0.5, 2)
 
 
+async def test_an_engine_that_reports_no_step_while_it_has_a_sequence_stands_still() -> None:
+    stand_in = StandIn([])
+    runner, _, left = runner_of(stand_in)
+    assert runner.step_in_progress == 0
+    own = sequence()
+    runner.submit(own)
+    await stand_in.began.wait()
+    seen = runner.step_in_progress
+    assert seen == runner.step_in_progress != 0
+    runner._record(None, None)
+    assert runner.step_in_progress not in (0, seen)
+    runner.cancel(own)
+    await left.wait()
+    assert runner.step_in_progress == 0
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 async def test_a_cancelled_sequence_leaves_even_if_it_had_not_begun(at_once: bool) -> None:
     stand_in = StandIn([])
