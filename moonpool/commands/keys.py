@@ -206,7 +206,8 @@ class _Place(NamedTuple):
 
 def _places(text: str) -> dict[str, _Place]:
     """Return the place of each entry of a valid file, by name."""
-    (_, entries) = yaml.compose(text, Loader=yaml.SafeLoader).value[0]
+    root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+    ((_, entries),) = root.value
     lines, places = text.splitlines(), {}
     for node in entries.value:
         start, end = node.start_mark.line, node.end_mark.line

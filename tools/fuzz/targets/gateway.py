@@ -140,7 +140,7 @@ async def _models(_: web.Request) -> web.Response:
     return web.json_response({"data": [{"id": "m"}]})
 
 
-def _headers(path: str, mode: pb.BodySendMode) -> pb.ProcessingRequest:
+def _headers(path: str, mode: pb.BodySendMode.ValueType) -> pb.ProcessingRequest:
     values = [pb.HeaderValue(key=":path", raw_value=path.encode())]
     message = pb.ProcessingRequest(
         request_headers=pb.HttpHeaders(headers=pb.HeaderMap(headers=values), end_of_stream=mode == pb.NONE)

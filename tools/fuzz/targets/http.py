@@ -28,7 +28,7 @@ _ROUTES = (
     "/live", "/ready", "/version", "/validate", "/metrics", "/openapi.json", "/console", "/console/data", "/",
 )  # fmt: skip
 _USER = [{"role": "user", "content": "hi"}]
-_TOOL = {
+_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
 }
