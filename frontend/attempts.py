@@ -27,6 +27,8 @@ from telemetry import RequestMetrics
 from telemetry.tracing import OFF, Span
 
 _DECODE_UNREACHABLE: Final = "decode_unreachable"  # of a prefill worker
+# Of a prefill worker whose KV did not reach its decode worker intact: the path between both may be the cause.
+_PATH_CODES: Final = frozenset({"push", "unverified"})
 
 
 class RetryBudget:
@@ -74,13 +76,16 @@ class _Failure:
     incarnation: int
     count: int  # how often this incarnation failed the request
     until_s: float  # the node is not used before this time, even if it is the only one
+    is_sender: bool  # perhaps only its path to the other node of the attempt failed
 
 
 class AvoidedNodes:
     """Nodes that failed one request. A node may be used again once its process was replaced, or if it is the only one.
 
     In the latter case it is held off for a pause that doubles from `hold_off_s` to `longest_s` with each failure:
-    otherwise a hanging process would fail one attempt after the other.
+    otherwise a hanging process would fail one attempt after the other. The sender of KV that did not arrive intact is
+    held off for twice as long as its receiver, so that the receiver is next used with another sender: the path between
+    both may be the cause.
     """
 
     def __init__(self, hold_off_s: float, longest_s: float, incarnation_of: Callable[[str], int]) -> None:
@@ -90,16 +95,20 @@ class AvoidedNodes:
         self._incarnation_of = incarnation_of
         self._failures: dict[str, _Failure] = {}
 
-    def add(self, node_id: str, incarnation: int, now_s: float) -> None:
+    def add(self, node_id: str, incarnation: int, now_s: float, *, is_sender: bool = False) -> None:
         """Record that the node failed the request; `incarnation` is 0 if unknown."""
         former = self._failures.get(node_id)
         count = former.count + 1 if former is not None and former.incarnation == incarnation else 1
-        pause_s = min(self._hold_off_s * 2 ** (count - 1), self._longest_s)
-        self._failures[node_id] = _Failure(incarnation, count, now_s + pause_s)
+        pause_s = min(self._hold_off_s * 2 ** (count - 1 + is_sender), self._longest_s)
+        self._failures[node_id] = _Failure(incarnation, count, now_s + pause_s, is_sender)
 
-    def nodes(self) -> list[str]:
+    def nodes(self, *, with_senders: bool = True) -> list[str]:
         """Return the nodes that failed the request and are not known to have been replaced, sorted."""
-        return sorted(node_id for node_id, failure in self._failures.items() if not self._is_replaced(node_id, failure))
+        return sorted(
+            node_id
+            for node_id, failure in self._failures.items()
+            if (with_senders or not failure.is_sender) and not self._is_replaced(node_id, failure)
+        )
 
     def held_off(self, now_s: float) -> list[str]:
         """Return those of `nodes()` whose pause has not ended at `now_s`."""
@@ -119,6 +128,7 @@ class AttemptFailure:
     message: str
     retryable: bool
     is_unreached: bool = False  # a worker of the attempt could not be reached
+    sender: str = ""  # node whose KV did not reach the suspect intact; avoided, too, if others can serve
 
     @property
     def is_preemption(self) -> bool:
@@ -160,8 +170,9 @@ class Attempt:
                 case FailureReceived(node_id, failure) if self._needs(node_id):
                     suspect = failure.suspect_node_id or node_id
                     is_unreached = failure.code == _DECODE_UNREACHABLE
+                    sender = node_id if failure.code in _PATH_CODES and suspect != node_id else ""
                     return tokens, AttemptFailure(
-                        suspect, failure.code, failure.message, failure.retryable, is_unreached
+                        suspect, failure.code, failure.message, failure.retryable, is_unreached, sender
                     )
                 case WorkerDisconnected(node_id, reason) if self._needs(node_id):
                     return tokens, AttemptFailure(node_id, "worker_lost", reason, retryable=True)
@@ -267,7 +278,10 @@ class Placer:
         started_s, pause_s = monotonic(), _FIRST_PAUSE_S
         self._attempt = self._facts.attempts
         self._first_call_s = started_s if self._first_call_s is None else self._first_call_s
-        excluded = self._avoided_nodes.nodes()
+        avoided = self._avoided_nodes
+        excluded = avoided.nodes()
+        without_senders = avoided.nodes(with_senders=False)
+        fallbacks = [without_senders] if without_senders != excluded else []
         while True:
             self.is_known, self._stream = True, None
             with span.child("schedule", "client") as asking:
@@ -287,8 +301,9 @@ class Placer:
                 self._metrics.rejected(reply.reason if reply.reason in _REASONS else "other")
                 raise rejection_error(reply)
             await asyncio.sleep(pause_s)
-            # No other node can take the request: the failed ones may be used again, but each only after its pause.
-            excluded = self._avoided_nodes.held_off(monotonic())
+            # No other node can take the request: senders may be used with other receivers, and then all failed nodes
+            # again, but each only after its pause.
+            excluded = fallbacks.pop() if fallbacks else avoided.held_off(monotonic())
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         if not reply.HasField("prefill"):
             raise GenerationFailed("the conductor's placement names no prefill node", code="bad_placement")

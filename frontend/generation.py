@@ -418,7 +418,10 @@ class Generation:
         if failure.is_preemption:
             self._retry_budget.record_preempted()
             return
-        self._avoided_nodes.add(failure.suspect, attempt.incarnation_of(failure.suspect), monotonic())
+        now_s = monotonic()
+        self._avoided_nodes.add(failure.suspect, attempt.incarnation_of(failure.suspect), now_s)
+        if failure.sender:
+            self._avoided_nodes.add(failure.sender, attempt.incarnation_of(failure.sender), now_s, is_sender=True)
 
     def _raise_if_final(self, failure: AttemptFailure) -> None:
         text = f"{failure.suspect}: {failure.message}"

@@ -148,7 +148,7 @@ class PrefillHandoff:
                 self.num_corrupt += len(reply.corrupt_blocks)
                 self._work.store_from = min(self._work.store_from, *reply.corrupt_blocks)
                 await self._node.kv_connector.quarantine(self._work.prefix, reply.corrupt_blocks)
-        raise self._failed("commit", f"blocks still fail verification after {COMMIT_ROUNDS} rounds")
+        raise self._failed("unverified", f"blocks still fail verification after {COMMIT_ROUNDS} rounds")
 
     async def abort(self) -> None:
         """Release the reservation because pushing has stopped. Best effort: the decode node also notices if this node

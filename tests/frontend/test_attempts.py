@@ -7,6 +7,7 @@ The pure core of following an attempt: order, duplicates, and whose loss matters
 
 from typing import Any, cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,6 +109,23 @@ def test_a_node_that_is_not_in_the_cluster_or_of_unknown_incarnation_counts_as_t
     now.incarnations["b"] = 3
     avoided.add("b", 0, 100.0)
     assert avoided.nodes() == ["a", "b"]
+
+
+def test_a_sender_whose_kv_did_not_arrive_intact_is_held_off_longer_than_its_receiver() -> None:
+    avoided = AvoidedNodes(2.0, 15.0, Now())
+    avoided.add("d", 1, 100.0)
+    avoided.add("p", 1, 100.0, is_sender=True)
+    assert (avoided.nodes(), avoided.nodes(with_senders=False)) == (["d", "p"], ["d"])
+    assert [avoided.held_off(now_s) for now_s in (101.9, 102.0, 104.0)] == [["d", "p"], ["p"], []]
+
+
+@pytest.mark.parametrize("code", ["push", "unverified"])
+def test_the_sender_of_kv_that_did_not_arrive_intact_is_named_beside_the_receiver(code: str) -> None:
+    failure = worker_pb2.Failure(code=code, message="m", retryable=True, suspect_node_id="d")
+    assert attempt_of().take([FailureReceived("p", failure)]) == (
+        [],
+        AttemptFailure("d", code, "m", retryable=True, sender="p"),
+    )
 
 
 class Named:

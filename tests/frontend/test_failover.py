@@ -123,6 +123,25 @@ async def test_retryable_failure_excludes_the_node_it_names(cluster: Any, front:
     assert ids_in(await task) == IDS
 
 
+@pytest.mark.parametrize("pair_alone", [False, True])
+async def test_a_path_on_which_kv_does_not_arrive_intact_is_avoided_by_avoiding_both_of_its_ends_if_possible(
+    cluster: Any, front: Any, second_pair: Any, pair_alone: bool
+) -> None:
+    missing = conductor_pb2.ScheduleReply(rejection=conductor_pb2.Rejection(reason="no_nodes", message="none"))
+    place = cluster.conductor.place
+    if pair_alone:  # there is no second prefill worker
+        cluster.conductor.place = lambda request: missing if "p0" in request.exclude_nodes else place(request)
+    task = post(front)
+    cluster.workers["p0"].fail(await cluster.workers["p0"].submitted(), "unverified", retryable=True, suspect="d0")
+    sender = cluster.workers["p0"] if pair_alone else second_pair[0]
+    second = await sender.submitted()
+    asked = [list(schedule.exclude_nodes) for schedule in cluster.conductor.scheduled]
+    assert asked == ([[], ["d0", "p0"], ["d0"]] if pair_alone else [[], ["d0", "p0"]])
+    sender.send(second, 0, IDS[:1])
+    second_pair[1].send(second, 1, IDS[1:], finish=LENGTH)
+    assert ids_in(await task) == IDS
+
+
 async def test_tokens_of_an_attempt_that_was_given_up_are_not_taken(cluster: Any, front: Any, second_pair: Any) -> None:
     task = post(front)
     prefill, decode = cluster.workers["p0"], cluster.workers["d0"]
