@@ -143,13 +143,15 @@ async def prepared(node: WorkerNode, request: Request, *, peak_tokens: int) -> A
         )
         yield work
     finally:
-        if work is not None:
-            await _end_load(work)
-        node.slots.end(request.key)
-        node.slots.give(taken.slots, taken.window)
-        await shielded(
-            asyncio.ensure_future(_unpin(node, pinning, superseded=work is not None and work.is_superseding))
-        )
+        try:
+            if work is not None:
+                await _end_load(work)
+        finally:  # runs even if this task is cancelled again meanwhile
+            node.slots.end(request.key)
+            node.slots.give(taken.slots, taken.window)
+            await shielded(
+                asyncio.ensure_future(_unpin(node, pinning, superseded=work is not None and work.is_superseding))
+            )
 
 
 def reusable_blocks(request: Request, block_tokens: int) -> int:

@@ -229,8 +229,14 @@ async def test_a_read_that_fails_is_replaced_by_computing(
     await pair.at_rest()
 
 
+@pytest.mark.parametrize("cancels", [1, 2])
 async def test_a_cancelled_request_keeps_its_slots_until_its_reads_have_ended(
-    history: tuple[Any, list[int]], deep: Model, prompt: Prompt, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
+    cancels: int,
+    history: tuple[Any, list[int]],
+    deep: Model,
+    prompt: Prompt,
+    greedy: Greedy,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pair, ids = history
     node = pair.prefill.node
@@ -245,6 +251,9 @@ async def test_a_cancelled_request_keeps_its_slots_until_its_reads_have_ended(
             await pair.frontend.cancel(name, "doomed", 1)
         while node.engine.num_sequences:  # the step gives up at once, without the layer
             await asyncio.sleep(0.01)
+    for _ in range(1, cancels):  # the frontend is gone, too
+        node.jobs.cancel("doomed", 1)
+        await asyncio.sleep(0.01)
     assert node.slots.pool.num_held == 12
     assert len(node.jobs) == 1
     reads.release()
