@@ -200,10 +200,10 @@ class _Routes:
             reservation.reserve(answering.requests)
             return await answer(self._service, http, answering, reservation, disconnect_watch)
         except BaseException as error:
-            if disconnect_watch is not None:
-                await disconnect_watch.close()
             # No effect if the session has settled it
             reservation.leave(used_tokens=0, counts=counts_in_quota(error))
+            if disconnect_watch is not None:
+                await disconnect_watch.close()
             raise
 
     async def _metered(
