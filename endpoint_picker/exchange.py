@@ -81,8 +81,8 @@ class Exchange:
 
     @property
     def body(self) -> bytes | None:
-        """The request's body; None if the gateway needs an endpoint before it has sent all of it."""
-        return bytes(self._body) if self._has_body else None
+        """The request's body until an endpoint is picked; None if the gateway has not sent all of it, or afterwards."""
+        return bytes(self._body) if self._has_body and not self._is_over else None
 
     def receive(self, message: ProcessingRequest) -> list[ProcessingResponse]:
         """Take a message of the gateway; return the responses to send at once. Raises BodyTooLarge, InvalidRequest."""
@@ -115,6 +115,7 @@ class Exchange:
     def picked(self, endpoints: Sequence[str]) -> list[ProcessingResponse]:
         """Return the responses that send the request to the first of the endpoints that answers."""
         self.awaits_pick, self._is_over = False, True
+        body, self._body = bytes(self._body), bytearray()  # not kept during the answer
         value = ",".join(endpoints)
         common = CommonResponse(header_mutation=_headers({DESTINATION: value}), clear_route_cache=True)
         metadata = Struct()
@@ -122,7 +123,7 @@ class Exchange:
         if self._answers_body:
             return [ProcessingResponse(request_body=BodyResponse(response=common), dynamic_metadata=metadata)]
         first = ProcessingResponse(request_headers=HeadersResponse(response=common), dynamic_metadata=metadata)
-        return [first, *self._body_again()]
+        return [first, *self._body_again(body)]
 
     def _request_headers(self, message: ProcessingRequest) -> list[ProcessingResponse]:
         if self.headers or self._is_over:  # a second endpoint would be picked for the same exchange
@@ -148,11 +149,10 @@ class Exchange:
         self._has_body = body.end_of_stream or self._request_mode == BUFFERED  # trailers may follow
         return []
 
-    def _body_again(self) -> Iterator[ProcessingResponse]:
+    def _body_again(self, body: bytes) -> Iterator[ProcessingResponse]:
         """Yield the body that was streamed here, and its trailers."""
         if not self._has_body:
             return
-        body, self._body = bytes(self._body), bytearray()
         starts = range(0, max(1, len(body)), _CHUNK_NBYTES)
         for start in starts:
             is_last = start == starts[-1] and not self._ends_with_trailers

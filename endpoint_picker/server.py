@@ -12,11 +12,12 @@ from endpoint_picker.admission import AdmissionPreview
 from endpoint_picker.config import EndpointPickerConfig
 from endpoint_picker.endpoints import EndpointWatch
 from endpoint_picker.service import HealthService, PickerService
-from frontend.errors import FrontendConfigError
+from frontend.http.tls import certificate_of
 from frontend.service import load_tokenizers
 from moonpool_proto.v1.ext_proc_pb2_grpc import add_ExternalProcessorServicer_to_server
 from moonpool_proto.v1.health_pb2_grpc import add_HealthServicer_to_server
 from rpc.control import start_public_server
+from rpc.grpc_tls import renewable_credentials
 from settings.endpoint_picker import EndpointPickerSettings
 from telemetry import RoleMetrics
 from telemetry.endpoint_picker import EndpointPickerMetrics
@@ -64,11 +65,6 @@ async def serve_endpoint_picker(
 
 
 def _credentials(settings: EndpointPickerSettings) -> grpc.ServerCredentials | None:
-    """Return the certificate to show; None for none. Raises FrontendConfigError."""
-    if settings.picker_tls_cert is None or settings.picker_tls_key is None:
-        return None
-    try:
-        key, certificate = settings.picker_tls_key.read_bytes(), settings.picker_tls_cert.read_bytes()
-    except OSError as error:
-        raise FrontendConfigError(f"the picker's certificate cannot be read: {error}") from error
-    return grpc.ssl_server_credentials([(key, certificate)])
+    """Return the certificate to show, renewed when its files change; None for none. Raises FrontendConfigError."""
+    certificate = certificate_of(settings.picker_tls_cert, settings.picker_tls_key, "--picker-tls")
+    return None if certificate is None else renewable_credentials(lambda: (*certificate.pem(), None))

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import Iterable
 from time import monotonic
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from endpoint_picker.exchange import Exchange, refusal
 from endpoint_picker.request import read_request
 from frontend.api.body import BodyBudget
 from frontend.errors import ApiError, BodyTimeout
-from moonpool_proto.v1.ext_proc_pb2 import ProcessingRequest
+from moonpool_proto.v1.ext_proc_pb2 import ProcessingResponse
 from moonpool_proto.v1.ext_proc_pb2_grpc import ExternalProcessorServicer
 from moonpool_proto.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from moonpool_proto.v1.health_pb2_grpc import HealthServicer
@@ -50,7 +50,7 @@ class PickerService(ExternalProcessorServicer):
         self._num_picks = 0
 
     async def Process(  # type: ignore[override]  # writes instead of yielding, so that cancellation takes effect immediately
-        self, request_iterator: AsyncIterator[ProcessingRequest], context: Context
+        self, _: object, context: Context
     ) -> None:
         exchange, use = Exchange(self._settings.picker_max_body_bytes), None
         limit_s = self._settings.picker_body_timeout_s
@@ -58,11 +58,12 @@ class PickerService(ExternalProcessorServicer):
             body_place = body_memory.enter_context(self._bodies.place(""))
             try:
                 async with asyncio.timeout(limit_s) as limit:
-                    async for message in request_iterator:
+                    # Not by the iterator, which holds the last message, and so a whole body, until the next one comes
+                    while (message := await context.read()) is not grpc.aio.EOF:
                         if message.observability_mode:
                             continue
                         if use is None:  # later chunks only pass through
-                            await body_place.take(len(message.request_body.body))
+                            body_place.reserve(len(message.request_body.body))
                         responses = exchange.receive(message)
                         if exchange.awaits_pick:
                             limit.reschedule(None)
@@ -71,8 +72,8 @@ class PickerService(ExternalProcessorServicer):
                             body_memory.close()
                         if use is not None and exchange.served_by:
                             use.served_by(exchange.served_by)
-                        for response in responses:
-                            await context.write(response)
+                        await _write_all(context, responses)
+                        del message, responses  # may hold the body, which must not stay during the answer
             except ApiError as error:
                 self._metrics.picks.labels(outcome=error.code or error.kind).inc()
                 await context.write(refusal(error, exchange.path))
@@ -108,6 +109,11 @@ class PickerService(ExternalProcessorServicer):
             self._metrics.seconds.observe(monotonic() - started_s)
         self._metrics.picks.labels(outcome="picked").inc()
         return self._endpoints.use(order[: 1 + self._settings.picker_fallbacks])
+
+
+async def _write_all(context: Context, responses: Iterable[ProcessingResponse]) -> None:
+    for response in responses:
+        await context.write(response)
 
 
 class HealthService(HealthServicer):

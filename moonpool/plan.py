@@ -141,7 +141,7 @@ class Planner:
             "host_id": self._host_id(host),
             "pool": self._target(f"pool-{host}"),
             "worker_index": worker_index,
-            "host_workers": 1 if self._spread else num_workers,
+            "host_workers": num_workers,
             "threads": threads,
         }
         return self._plan(

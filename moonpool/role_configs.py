@@ -96,7 +96,7 @@ def worker_config(config: WorkerRole, node_id: str) -> "WorkerConfig":
         host=config.host,
         conductor_targets=config.conductor.conductor,
         pool_target=config.worker.pool,
-        num_device_workers=device_workers(config.engine.device, device, host_workers),
+        num_device_workers=config.worker.device_workers or device_workers(config.engine.device, device, host_workers),
         num_host_workers=host_workers,
         model=config.model,
         blocks=config.blocks,

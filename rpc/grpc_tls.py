@@ -12,7 +12,7 @@ import grpc.aio
 
 from rpc.tls import Identity, Material, carries
 
-__all__ = ["MembersOnly", "TlsChannel", "server_credentials"]
+__all__ = ["MembersOnly", "TlsChannel", "renewable_credentials", "server_credentials"]
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]  # generic in its stubs only
@@ -24,20 +24,33 @@ _log = logging.getLogger(__name__)
 
 def server_credentials(identity: Identity) -> grpc.ServerCredentials:
     """Return credentials that read the files at each handshake and require a client certificate signed by the CA."""
-    shown = identity.material()
+
+    def read() -> tuple[bytes, bytes, bytes]:
+        material = identity.material()
+        return material.key_pem, material.cert_pem, material.ca_pem
+
+    return renewable_credentials(read)
+
+
+def renewable_credentials(read: Callable[[], tuple[bytes, bytes, bytes | None]]) -> grpc.ServerCredentials:
+    """Return credentials that show at each handshake what `read` returns then, in any thread.
+
+    That is (private key, certificate, CA), all in PEM. With a CA, clients must have a certificate signed by it.
+    """
+    shown = read()
 
     def current() -> grpc.ServerCertificateConfiguration | None:
         nonlocal shown
-        material = identity.material()
-        if material is shown:
+        found = read()
+        if found == shown:
             return None
-        shown = material
-        return _configuration(material)
+        shown = found
+        return _configuration(*found)
 
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(shown),
+        _configuration(*shown),
         current,  # type: ignore[arg-type]  # None means no change; the stubs lack it
-        require_client_authentication=True,
+        require_client_authentication=shown[2] is not None,
     )
 
 
@@ -157,8 +170,8 @@ class _Late:
         return self._bound[1](*request, **how)
 
 
-def _configuration(material: Material) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(material.key_pem, material.cert_pem)], material.ca_pem)
+def _configuration(key_pem: bytes, cert_pem: bytes, ca_pem: bytes | None) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(key_pem, cert_pem)], ca_pem)
 
 
 def _credentials(material: Material) -> grpc.ChannelCredentials:

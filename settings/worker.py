@@ -332,6 +332,15 @@ class WorkerSettings(SettingsGroup):
         int,
         Key("Workers on this host, among which --capacity-tokens auto divides its memory and GPUs", low=1, high=4096),
     ] = 1
+    device_workers: Annotated[
+        int,
+        Key(
+            "Workers on this worker's GPU, among which --capacity-tokens auto divides its memory",
+            low=0,
+            high=4096,
+            default_text="0: --host-workers over the GPUs of the host",
+        ),
+    ] = 0
     pool: Annotated[str, Key("gRPC address of this host's pool node", default_text="required")] = ""
 
     def check(self) -> None:

@@ -82,10 +82,14 @@ class BodyReservation:
     ) -> None:
         self._room.release(self._tenant, self._taken)
 
-    async def take(self, nbytes: int) -> None:
-        """Reserve `nbytes` more, and wait until more may be read. Raises ServiceUnavailable."""
+    def reserve(self, nbytes: int) -> None:
+        """Reserve `nbytes` more. Raises ServiceUnavailable."""
         self._room.take(nbytes, self._tenant)
         self._taken += nbytes
+
+    async def take(self, nbytes: int) -> None:
+        """Reserve `nbytes` more, and wait until more may be read. Raises ServiceUnavailable."""
+        self.reserve(nbytes)
         if (paced := min(nbytes, self._taken - _UNPACED_NBYTES)) > 0:
             pause_s = self._room.pause_s(self._tenant, paced, asyncio.get_running_loop().time())
             if pause_s:

@@ -1,5 +1,6 @@
 """Admins' actions from the console: calls to a conductor, and its refusals as API errors."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 _CALL_S: Final = 10.0
-_EXPLAIN_S: Final = 15.0  # the conductor may have to read many files
+_EXPLAIN_S: Final = 15.0  # the conductor may have to read many files; the page waits for all of them for 20 s
 _ROLES: Final = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 _REFUSALS: Final[Mapping[str, type[ApiError]]] = {
     "NOT_FOUND": NoSuchNode,
@@ -101,17 +102,17 @@ class ConsoleActions:
 
     async def explain(self, request_id: str) -> list[dict[str, Any]]:
         """Return each conductor's explanation of a request, since any of them may have placed it."""
-        request, told = conductor_pb2.ExplainRequest(request_id=request_id), []
-        for target in self._conductor.targets:
-            try:
-                reply = await self._conductor.ask(
-                    "Explain", lambda stub: stub.Explain(request), target=target, deadline_s=_EXPLAIN_S
-                )
-                answer = json.loads(reply.json, parse_constant=lambda _: None)
-                told.append({"target": target, "problem": "", **answer})
-            except ControlError as error:
-                told.append({"target": target, "problem": str(error), "log": None, "remembered": None})
-        return told
+        request = conductor_pb2.ExplainRequest(request_id=request_id)
+        return await asyncio.gather(*(self._explanation(target, request) for target in self._conductor.targets))
+
+    async def _explanation(self, target: str, request: conductor_pb2.ExplainRequest) -> dict[str, Any]:
+        try:
+            reply = await self._conductor.ask(
+                "Explain", lambda stub: stub.Explain(request), target=target, deadline_s=_EXPLAIN_S
+            )
+        except ControlError as error:
+            return {"target": target, "problem": str(error), "log": None, "remembered": None}
+        return {"target": target, "problem": "", **json.loads(reply.json, parse_constant=lambda _: None)}
 
     async def _act(self, what: str, make: "Callable[[ConductorAsyncStub], Awaitable[T]]") -> T:
         try:

@@ -139,7 +139,7 @@ class ConsoleWatch:
             "has_decision_log": overview.get("has_decision_log", False),
             "slo_version": slo.get("version"),
             "remembered": overview.get("remembered", 0),
-            "decided": overview.get("decided", 0),
+            "decided": overview.get("decided"),  # None until it has answered
         }
 
 

@@ -1,8 +1,9 @@
-"""Server certificate of the HTTPS port, reloaded when its files change."""
+"""Server certificate of a port for clients, reloaded when its files change."""
 
 import logging
 import math
 import ssl
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,71 +21,99 @@ _HAS_EXPIRED: Final = 10  # X509_V_ERR_CERT_HAS_EXPIRED
 
 @dataclass(frozen=True)
 class CertificateFiles:
-    """PEM files: the certificate with its chain, and its private key."""
+    """PEM files: the certificate with its chain, and its private key.
+
+    `flags` is the beginning of the flags that name them, for errors.
+    """
 
     cert: Path
     key: Path
+    flags: str = "--http-tls"
+
+
+@dataclass(frozen=True)
+class _Content:
+    """Valid content of the files."""
+
+    context: ssl.SSLContext
+    cert_pem: bytes
+    key_pem: bytes
+    ends_s: float
 
 
 class Certificate:
-    """Content of the certificate files, or their last valid content. Raises FrontendConfigError if they are invalid."""
+    """Content of the certificate files, or their last valid content. Raises FrontendConfigError if they are invalid.
+
+    May be used by several threads.
+    """
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
+        self._lock = threading.Lock()
         self._seen = self._mark()
-        self._context = _load(files)
-        self._ends_s = _end_of(self._context, files)
+        self._content = _load(files)
 
     def left_s(self) -> float:
         """Return the seconds until the certificate expires: negative afterwards, NaN if unknown."""
-        return self._ends_s - time.time()
+        return self._content.ends_s - time.time()
 
     def context(self) -> ssl.SSLContext:
         """Return the TLS context for a new connection."""
-        seen = self._mark()
-        if seen != self._seen:
-            self._seen = seen  # a file may be half written: it is read again after its next change
-            try:
-                self._context = _load(self._files)
-                self._ends_s = _end_of(self._context, self._files)
-            except FrontendConfigError as error:
-                _log.warning("keeping the previous HTTP certificate: %s", error)
-            else:
-                _log.info("new HTTP connections use the certificate now in %s", self._files.cert)
-        return self._context
+        return self._current().context
+
+    def pem(self) -> tuple[bytes, bytes]:
+        """Return (private key, certificate with its chain) for a new connection."""
+        content = self._current()
+        return content.key_pem, content.cert_pem
+
+    def _current(self) -> _Content:
+        with self._lock:
+            seen = self._mark()
+            if seen != self._seen:
+                self._seen = seen  # a file may be half written: it is read again after its next change
+                try:
+                    self._content = _load(self._files)
+                except FrontendConfigError as error:
+                    _log.warning("keeping the previous certificate: %s", error)
+                else:
+                    _log.info("new connections use the certificate now in %s", self._files.cert)
+            return self._content
 
     def _mark(self) -> tuple[tuple[int, ...], ...]:
         return tuple(file_mark(path) for path in (self._files.cert, self._files.key))
 
 
-def certificate_of(cert: Path | None, key: Path | None) -> Certificate | None:
-    """Return the certificate, or None for plain HTTP. Raises FrontendConfigError."""
-    return None if cert is None or key is None else Certificate(CertificateFiles(cert, key))
+def certificate_of(cert: Path | None, key: Path | None, flags: str = "--http-tls") -> Certificate | None:
+    """Return the certificate; None without one, for no encryption. Raises FrontendConfigError."""
+    return None if cert is None or key is None else Certificate(CertificateFiles(cert, key, flags))
 
 
-def _load(files: CertificateFiles) -> ssl.SSLContext:
+def _load(files: CertificateFiles) -> _Content:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    for name, path in (("--http-tls-cert", files.cert), ("--http-tls-key", files.key)):
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise FrontendConfigError(f"{name} {path} cannot be read: {error.strerror}; expected a PEM file") from error
+    cert_pem, key_pem = _read(f"{files.flags}-cert", files.cert), _read(f"{files.flags}-key", files.key)
     try:
         context.load_cert_chain(files.cert, files.key, password=lambda: _refuse_password(files))
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise FrontendConfigError(
-                f"--http-tls-key {files.key} does not match the certificate in --http-tls-cert {files.cert}: give the "
-                "certificate's own key"
+                f"{files.flags}-key {files.key} does not match the certificate in {files.flags}-cert {files.cert}: "
+                "give the certificate's own key"
             ) from error
         raise FrontendConfigError(
-            f"--http-tls-cert {files.cert} or --http-tls-key {files.key} is not valid PEM: {error}"
+            f"{files.flags}-cert {files.cert} or {files.flags}-key {files.key} is not valid PEM: {error}"
         ) from error
     except OSError as error:  # it was readable a moment ago
         raise FrontendConfigError(f"{files.cert} or {files.key} was removed while it was read") from error
-    return context
+    return _Content(context, cert_pem, key_pem, _end_of(context, files))
+
+
+def _read(flag: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise FrontendConfigError(f"{flag} {path} cannot be read: {error.strerror}; expected a PEM file") from error
 
 
 def _end_of(server: ssl.SSLContext, files: CertificateFiles) -> float:
@@ -105,4 +134,4 @@ def _end_of(server: ssl.SSLContext, files: CertificateFiles) -> float:
 
 
 def _refuse_password(files: CertificateFiles) -> bytes:
-    raise FrontendConfigError(f"--http-tls-key {files.key} is encrypted: expected a key without a password")
+    raise FrontendConfigError(f"{files.flags}-key {files.key} is encrypted: expected a key without a password")

@@ -18,6 +18,7 @@ GPU = "GPU"
 POOL_RESOURCE = "moonpool_pool"
 WORKER_RESOURCES = ("moonpool_prefill", "moonpool_decode", "moonpool_aggregated")
 LOCAL_UNITS = 1024  # of each resource in our own Ray: room to scale
+_RAY_UNITS = 10_000  # Ray counts in ten-thousandths
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,24 @@ class RayHost:
     resources: Mapping[str, float]
     labels: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def threads(self) -> int:
-        """CPU threads of each worker: the host's cores divided by the number of workers that it offers to run."""
-        workers = sum(self.resources.get(name, 0) for name in WORKER_RESOURCES)
-        return max(1, int(self.resources.get("CPU", 1) // max(1, workers)))
+    def num_workers(self, gpus: float) -> int:
+        """Return how many workers it runs at most at once, if each takes `gpus` GPUs."""
+        offered = int(sum(self.resources.get(name, 0) for name in WORKER_RESOURCES))
+        return min(offered, self._gpu_places(gpus)) if gpus else offered
+
+    def threads(self, gpus: float) -> int:
+        """Return the CPU threads of each worker: its share of the host's cores."""
+        return max(1, int(self.resources.get("CPU", 1) // max(1, self.num_workers(gpus))))
+
+    def _gpu_places(self, gpus: float) -> int:
+        """Return for how many workers it has GPUs. Ray takes a fraction from one GPU, not from several."""
+        offered = int(self.resources.get(GPU, 0))
+        return offered * workers_per_gpu(gpus) if gpus < 1 else int(offered // gpus)
+
+
+def workers_per_gpu(gpus: float) -> int:
+    """Return how many workers share a GPU, if each takes `gpus` GPUs."""
+    return max(1, _RAY_UNITS // round(gpus * _RAY_UNITS))
 
 
 def hosts(nodes: Sequence[Mapping[str, Any]], only_address: str = "") -> dict[str, RayHost]:
@@ -63,7 +77,10 @@ def local_resources() -> dict[str, float]:
 
 
 def check_offer(bundles: Sequence[Mapping[str, float]], found: Mapping[str, RayHost]) -> None:
-    """Raise RayUnusable, with the missing resources and a remedy, if the hosts can never hold the bundles."""
+    """Raise RayUnusable, with the missing resources and a remedy, if the hosts can never hold the bundles.
+
+    The bundles that take GPUs all take the same number of them.
+    """
     wanted: defaultdict[str, float] = defaultdict(float)
     for bundle in bundles:
         for name, units in bundle.items():
@@ -72,8 +89,12 @@ def check_offer(bundles: Sequence[Mapping[str, float]], found: Mapping[str, RayH
     short = [
         f"{name}: {units:g} required, {offered[name]:g} offered"
         for name, units in wanted.items()
-        if _exceeds(units, offered[name])
+        if name != GPU and units > offered[name]
     ]
+    each = max((bundle.get(GPU, 0.0) for bundle in bundles), default=0.0)
+    room = sum(host.num_workers(each) for host in found.values())
+    if each and room < (num_workers := sum(GPU in bundle for bundle in bundles)):
+        short.append(f"{GPU}: {num_workers} workers with {each:g} each required, room for {room}")
     if short:
         example = ", ".join(f'"{name}": {units:g}' for name, units in wanted.items() if name != GPU)
         raise RayUnusable(
@@ -93,11 +114,6 @@ def check_offer(bundles: Sequence[Mapping[str, float]], found: Mapping[str, RayH
         )
 
 
-def _exceeds(units: float, offered: float) -> bool:
-    """Return True if more is wanted than offered. Ray counts in ten-thousandths."""
-    return round(units - offered, 4) > 0
-
-
 def _offers(found: Mapping[str, RayHost]) -> str:
     return "; ".join(
         f"{host.address} offers " + (", ".join(f"{name}={units:g}" for name, units in sorted(mine.items())) or "none")
@@ -106,18 +122,21 @@ def _offers(found: Mapping[str, RayHost]) -> str:
     )
 
 
-def located(plan: RolePlan, host: RayHost, *, target: str, pool: str, gpus: float, threads: int) -> dict[str, Any]:
+def located(
+    plan: RolePlan, host: RayHost, *, target: str, pool: str, gpus: float, is_only_host: bool
+) -> dict[str, Any]:
     """Return the plan's settings completed for its host: every role listens on TCP at the host's address.
 
     `target`: the gRPC address to listen at; `pool`: that of the host's pool node, "" for a pool node's own plan.
-    `threads`: 0 = a share of the host's cores.
+    `is_only_host`: all workers run there, as planned; else each has a share of the host by what it offers.
     """
     settings = {**plan.settings, "listen": target, "data_host": host.address, "data_paths": (), "host_id": ""}
     if plan.tier != POOL_TIER:
-        settings |= {"pool": pool, "threads": threads or host.threads}
+        settings["pool"] = pool
+        if not is_only_host:
+            settings |= {"threads": host.threads(gpus), "host_workers": max(1, host.num_workers(gpus))}
         if gpus:  # Ray shows the process its own GPUs only
-            # Workers that share a GPU divide its memory
-            settings |= {"device": "cuda", "worker_index": 0, "host_workers": max(1, round(1 / gpus))}
+            settings |= {"device": "cuda", "worker_index": 0, "device_workers": workers_per_gpu(gpus)}
     return settings
 
 
@@ -152,15 +171,9 @@ def preferred_host(
 
 
 def _has_room(plan: RolePlan, host: RayHost, others: list[tuple[RolePlan, str]], *, gpus: float) -> bool:
-    taken: dict[str, float] = {}
-    for other, host_id in others:
-        if host_id == host.ray_node_id:
-            for name, units in bundle_of(other, gpus=gpus).items():
-                taken[name] = taken.get(name, 0.0) + units
-    wanted = bundle_of(plan, gpus=gpus)
-    return bool(host.resources.get(resource_of(plan))) and all(
-        not _exceeds(taken.get(name, 0.0) + units, host.resources.get(name, 0.0)) for name, units in wanted.items()
-    )
+    here = [resource_of(other) for other, host_id in others if host_id == host.ray_node_id]
+    wanted = resource_of(plan)
+    return here.count(wanted) < host.resources.get(wanted, 0) and len(here) < host.num_workers(gpus)
 
 
 def _rack(host: RayHost) -> str:

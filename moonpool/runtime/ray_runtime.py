@@ -103,8 +103,8 @@ class RayRuntime:
     """Runs pool nodes and workers as Ray actors.
 
     `gpus`: number of GPUs that each worker takes, possibly a fraction. `only_address`: address of this machine if Ray
-    has no other host; the planned threads then apply. `orphan_s`: seconds that nodes outlive `serve`, for the next one
-    to take them over; 0: none.
+    has no other host; the planned shares of it then apply. `orphan_s`: seconds that nodes outlive `serve`, for the next
+    one to take them over; 0: none.
     """
 
     def __init__(
@@ -239,9 +239,9 @@ class RayRuntime:
         self._placed[plan.node_id] = plan, host.ray_node_id
         pool = await self._pool_on(host)
         handle = self._actors[plan.node_id]
-        threads = int(plan.settings["threads"]) if self._only_address else 0
         target = f"{_bracketed(host.address)}:0"
-        settings = located(plan, host, target=target, pool=pool, gpus=self._gpus, threads=threads)
+        is_only_host = bool(self._only_address)
+        settings = located(plan, host, target=target, pool=pool, gpus=self._gpus, is_only_host=is_only_host)
         return handle, await self._start(handle, plan, settings, host, say)
 
     async def _begin_pool(self, plan: RolePlan, say: Callable[[str], None]) -> tuple[ActorHandle, StartedLife] | None:
@@ -260,7 +260,7 @@ class RayRuntime:
         if not place.listens:  # workers use this address over all its lives
             place.listen(f"{_bracketed(host.address)}:{await handle.call_back('free_port', host.address)}")
         target = place.listens
-        settings = located(plan, host, target=target, pool="", gpus=0.0, threads=0)
+        settings = located(plan, host, target=target, pool="", gpus=0.0, is_only_host=bool(self._only_address))
         return handle, await self._start(handle, plan, settings, host, say)
 
     async def _uninterrupted(self, work: Coroutine[Any, Any, T]) -> T:

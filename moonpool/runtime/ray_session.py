@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from moonpool.config import ServeConfig
 from moonpool.errors import RayUnusable
 from moonpool.runtime.ray_head import ray_head
-from moonpool.runtime.ray_hosts import GPU, check_offer, hosts, local_resources
+from moonpool.runtime.ray_hosts import GPU, RayHost, check_offer, hosts, local_resources
 from moonpool.supervision.http_port import claim_port
 from moonpool.supervision.threads import usable_cores
 
@@ -133,14 +133,14 @@ def _bounded(work: Callable[[], None]) -> None:
         os._exit(1)
 
 
-def _gpus_of_each(config: ServeConfig, found: Any) -> float:
+def _gpus_of_each(config: ServeConfig, found: Collection[RayHost]) -> float:
     """Return how many GPUs of Ray each worker takes: none unless it is configured, or there are enough for all."""
     each = config.runtime.ray_gpus
     if config.engine.device.startswith("cuda"):
         return each
-    offered = sum(host.resources.get(GPU, 0) for host in found)
-    is_enough = offered >= each * len(_bundles(config, gpus=0.0))
-    return each if config.engine.device == "auto" and offered and is_enough else 0.0
+    has_gpus = any(host.resources.get(GPU) for host in found)
+    is_enough = sum(host.num_workers(each) for host in found) >= len(_bundles(config, gpus=0.0))
+    return each if config.engine.device == "auto" and has_gpus and is_enough else 0.0
 
 
 def _bundles(config: ServeConfig, *, gpus: float) -> list[dict[str, float]]:

@@ -202,6 +202,32 @@ def test_an_upgrade_keeps_a_number_that_was_set_by_hand_only_if_its_values_have_
     assert server.request("GET", path).ok().body["spec"]["replicas"] == 3
 
 
+def test_an_upgrade_that_adds_an_autoscaler_keeps_the_number_and_later_ones_leave_it_to_the_autoscaler(
+    server: ApiServer, namespace: str, helm: Config, chart: Path
+) -> None:
+    path = f"/apis/apps/v1/namespaces/{namespace}/statefulsets/moonpool-decode"
+    autoscaling = {"enabled": True, "minReplicas": 2, "maxReplicas": 9}
+
+    def upgrade(**values: Any) -> int:
+        """Return the number of workers after an upgrade."""
+        helm.upgrade(chart, "moonpool", {"workers": {"decode": {"autoscaling": autoscaling}}, **values})
+        return int(server.request("GET", path).ok().body["spec"]["replicas"])
+
+    def scale(number: int) -> None:
+        scaled = {"spec": {"replicas": number}}
+        server.request("PATCH", f"{path}/scale", scaled, fieldManager="kube-controller-manager").ok()
+
+    helm.install(chart, "moonpool", {"workers": {"decode": {"replicas": 4}}})
+    assert upgrade() == 4
+    assert upgrade(workerDrainSeconds=100) == 4
+    for number in (6, 5):
+        scale(number)
+        assert upgrade(workerDrainSeconds=number) == number
+    scale(7)
+    helm.rollback("moonpool")
+    assert server.request("GET", path).ok().body["spec"]["replicas"] == 7
+
+
 def test_claims_of_running_conductors_cannot_be_changed(helm: Config, chart: Path) -> None:
     helm.install(chart, "moonpool")
     with pytest.raises(HelmError, match=r"moonpool-conductor.*Forbidden"):

@@ -98,9 +98,64 @@ def test_its_files_are_mounted(release: Any) -> None:
         assert path.name in {item["path"] for item in secret["items"]}
 
 
-def test_without_admission_it_asks_no_conductor(render: Any) -> None:
-    pod = render({"endpointPicker": {"enabled": True, "admission": False}}).pod(NAME)
+MODELS = {
+    "huggingface": {"model": {"source": "huggingface", "id": "org/name"}},
+    "pvc": {"model": {"source": "pvc", "existingClaim": "claim"}},
+    "imageVolume": {"model": {"source": "imageVolume", "reference": "registry/model:1"}},
+    "fleet": {
+        "models": [
+            {"name": "a", "source": "huggingface", "id": "org/a", "workers": {"both": {"role": "aggregated"}}},
+            {"name": "b", "source": "hostPath", "hostPath": "/data/b", "workers": {"both": {"role": "aggregated"}}},
+        ]
+    },
+}
+
+
+def models_of(pod: Any) -> dict[str, Any]:
+    """Return the parts of a pod by which it gets its models."""
+    volumes = [one for one in pod.spec["volumes"] if one["name"].startswith(("model", "hub"))]
+    mounts = [one for one in pod.container["volumeMounts"] if one["name"].startswith(("model", "hub"))]
+    env = [one for one in pod.container["env"] if one["name"].startswith("HF_")]
+    return {"volumes": volumes, "mounts": mounts, "env": env, "init": pod.spec.get("initContainers", [])}
+
+
+@pytest.mark.parametrize("source", MODELS)
+def test_it_gets_the_models_as_the_api_servers_do(render: Any, source: str) -> None:
+    release = render(MODELS[source] | {"endpointPicker": {"enabled": True}})
+    found = models_of(release.pod(NAME))
+    assert found == models_of(release.pod("moonpool-frontend"))
+    assert found["volumes"]
+    assert found["mounts"]
+
+
+@pytest.mark.parametrize("source", MODELS)
+def test_without_admission_it_asks_no_conductor_and_needs_no_model(render: Any, source: str) -> None:
+    pod = render(MODELS[source] | {"endpointPicker": {"enabled": True, "admission": False}}).pod(NAME)
     assert "--no-picker-admission" in pod.container["args"]
+    assert not any(models_of(pod).values())
+
+
+def test_api_servers_are_scraped_through_one_service_only(render: Any) -> None:
+    values = {"monitoring": {"serviceMonitor": {"enabled": True}}, "endpointPicker": {"enabled": True}}
+    release = render(values)
+    (monitor,) = release.kind("ServiceMonitor")
+    selected = monitor["spec"]["selector"]["matchLabels"].items()
+    matched = [one for one in release.kind("Service") if selected <= one["metadata"]["labels"].items()]
+    assert [one["metadata"]["name"] for one in matched] == ["moonpool-frontend"]
+
+
+def test_with_https_at_the_api_servers_it_is_refused(render: Any) -> None:
+    tls = {"frontend": {"tls": {"existingSecret": "web"}}}
+    with pytest.raises(Exception, match=r"endpointPicker\.enabled and frontend\.tls\.existingSecret conflict"):
+        render(tls | {"endpointPicker": {"enabled": True}})
+    assert render(tls).kind("Deployment")
+
+
+@pytest.mark.parametrize(("name", "group"), [("endpoint", "picker"), ("frontend", "endpoints")])
+def test_a_group_of_workers_cannot_have_the_name_of_its_objects(render: Any, name: str, group: str) -> None:
+    model = {"name": name, "source": "huggingface", "id": "org/a", "workers": {group: {"role": "aggregated"}}}
+    with pytest.raises(Exception, match=rf"models\.{name}\.workers\.{group}: this name is reserved for another role"):
+        render({"models": [model]})
 
 
 def test_with_network_policies_gateways_reach_it(render: Any) -> None:

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -42,21 +41,20 @@ def test_alerts_lead_to_where_runbooks_are_read(render: Any, chart: Path) -> Non
 
 
 @pytest.fixture
-def with_a_dashboard(chart: Path, generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Its text, in a copy of the chart that is rendered from now on."""
-    text = json.dumps({"title": "Fleet", "panels": [{"targets": [{"legendFormat": "{{node}}"}]}]}, indent=2)
+def with_a_dashboard(chart: Path, tmp_path: Path) -> Path:
+    """A copy of the chart with one dashboard more."""
     copy = tmp_path / "moonpool"
     shutil.copytree(chart, copy)
-    (copy / "files" / "dashboards").mkdir(exist_ok=True)
-    (copy / "files" / "dashboards" / "fleet.json").write_text(text)
-    monkeypatch.setattr(generator, "CHART", copy)
-    return text
+    text = json.dumps({"title": "Mine", "panels": [{"targets": [{"legendFormat": "{{node}}"}]}]}, indent=2)
+    (copy / "files" / "dashboards" / "mine.json").write_text(text)
+    return copy
 
 
-def test_a_dashboard_becomes_a_config_map_that_grafana_finds(render: Any, with_a_dashboard: str) -> None:
-    release = render({"monitoring": {"dashboards": {"enabled": True, "labels": {"grafana_dashboard": "yes"}}}})
-    found = release.one("ConfigMap", "moonpool-dashboard-fleet")
-    assert found["data"] == {"fleet.json": with_a_dashboard}
+def test_a_dashboard_becomes_a_config_map_that_grafana_finds(render: Any, with_a_dashboard: Path) -> None:
+    dashboards = {"enabled": True, "labels": {"grafana_dashboard": "yes"}}
+    release = render({"monitoring": {"dashboards": dashboards}}, folder=with_a_dashboard)
+    found = release.one("ConfigMap", "moonpool-dashboard-mine")
+    assert found["data"] == {"mine.json": (with_a_dashboard / "files" / "dashboards" / "mine.json").read_text()}
     assert found["metadata"]["labels"]["grafana_dashboard"] == "yes"
 
 
@@ -90,7 +88,7 @@ def pod_monitors(render: Any, **values: Any) -> Any:
 
 @pytest.mark.parametrize("mode", ["statefulset", "kuberay"])
 def test_with_a_monitor_for_each_role_every_process_is_scraped_once(render: Any, mode: str) -> None:
-    release = pod_monitors(render, mode=mode)
+    release = pod_monitors(render, mode=mode, endpointPicker={"enabled": True})
     assert not release.kind("ServiceMonitor")
     scraped: dict[str, list[str]] = {}
     for monitor in release.kind("PodMonitor"):
@@ -101,7 +99,7 @@ def test_with_a_monitor_for_each_role_every_process_is_scraped_once(render: Any,
             if wanted <= pod.labels.items() and port in ports:
                 role = monitor["metadata"]["name"].removeprefix("moonpool-")
                 scraped.setdefault(pod.name.removeprefix("moonpool-"), []).append(role)
-    ray = {"conductor": ["conductor"], "frontend": ["frontend"]}
+    ray = {role: [role] for role in ("conductor", "frontend", "endpoint-picker")}
     own = {"pool": ["pool"], "prefill": ["worker"], "decode": ["worker"]}
     assert scraped == (ray if mode == "kuberay" else ray | own)
     assert release.one("NetworkPolicy", "moonpool-metrics")["spec"]["ingress"][0]["ports"] == [
@@ -110,6 +108,11 @@ def test_with_a_monitor_for_each_role_every_process_is_scraped_once(render: Any,
     conductors = release.one("PodMonitor", "moonpool-conductor")["spec"]["podMetricsEndpoints"]
     paths = ["/metrics"] if mode == "statefulset" else ["/metrics/cluster", "/metrics"]
     assert [endpoint["path"] for endpoint in conductors] == paths
+
+
+def test_an_endpoint_picker_that_does_not_run_has_no_monitor(render: Any) -> None:
+    names = {one["metadata"]["name"] for one in pod_monitors(render).kind("PodMonitor")}
+    assert names == {f"moonpool-{role}" for role in ("frontend", "conductor", "pool", "worker")}
 
 
 def test_a_role_may_be_scraped_otherwise_or_not_at_all(render: Any) -> None:

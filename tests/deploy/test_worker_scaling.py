@@ -17,12 +17,18 @@ def scaled(role: str, *, least: int = 1, most: int = 5, **own: Any) -> dict[str,
     return {"role": role, "autoscaling": {"keda": {"enabled": True}, "minReplicas": least, "maxReplicas": most}, **own}
 
 
-def ray_scaled(role: str, least: int, most: int) -> dict[str, Any]:
+def hpa_scaled(role: str, least: int, most: int) -> dict[str, Any]:
+    """A group with a HorizontalPodAutoscaler, or with Ray's autoscaler."""
     return {"role": role, "autoscaling": {"enabled": True, "minReplicas": least, "maxReplicas": most}}
 
 
 def with_metrics(group: dict[str, Any]) -> dict[str, Any]:
     return group | {"autoscaling": group["autoscaling"] | {"metrics": [{"type": "Resource"}]}}
+
+
+def with_fallback(group: dict[str, Any]) -> dict[str, Any]:
+    fallback = {"keda": {"fallback": {"failureThreshold": 3, "replicas": 2}}}
+    return group | {"autoscaling": group["autoscaling"] | fallback}
 
 
 def trigger(release: Any, name: str) -> dict[str, Any]:
@@ -103,7 +109,7 @@ def test_a_replica_of_a_leader_worker_set_is_as_many_nodes_as_it_has_pods(render
     assert release.one("ScaledObject", "moonpool-prefill")["spec"]["scaleTargetRef"] == target
     assert trigger(release, "moonpool-prefill")["metadata"]["threshold"] == "4"
     assert "replicas" not in release.one("LeaderWorkerSet", "moonpool-prefill")["spec"]
-    release = render({"workers": {"prefill": ray_scaled("prefill", 1, 3) | size}})
+    release = render({"workers": {"prefill": hpa_scaled("prefill", 1, 3) | size}})
     (scaler,) = release.kind("HorizontalPodAutoscaler")
     assert scaler["spec"]["scaleTargetRef"] == target
     assert scaler["spec"]["metrics"][0]["external"]["target"]["averageValue"] == "4"
@@ -149,6 +155,38 @@ def test_prometheus_may_ask_for_credentials(render: Any) -> None:
             r"workers\.decode\.autoscaling\.keda conflicts with workers\.more\.autoscaling: both groups have the role",
         ),
         (
+            {"workers": {"decode": hpa_scaled("decode", 1, 2), "more": hpa_scaled("decode", 1, 2)}},
+            r"workers\.decode\.autoscaling conflicts with workers\.more\.autoscaling: both groups have the role",
+        ),
+        (
+            {"workers": {"decode": hpa_scaled("decode", 1, 2), "more": with_metrics(hpa_scaled("decode", 1, 2))}},
+            r"workers\.decode\.autoscaling conflicts with workers\.more\.autoscaling: both groups have the role",
+        ),
+        (
+            {"workers": {"decode": hpa_scaled("decode", 1, 2), "more": scaled("decode")}, "keda": KEDA},
+            r"workers\.decode\.autoscaling conflicts with workers\.more\.autoscaling: both groups have the role",
+        ),
+        (
+            {"workers": {"decode": with_metrics(scaled("decode"))}, "keda": KEDA},
+            r"workers\.decode\.autoscaling: metrics and keda\.enabled conflict, since a ScaledObject follows",
+        ),
+        (
+            {"workers": {"decode": with_fallback(hpa_scaled("decode", 1, 2))}},
+            r"workers\.decode\.autoscaling: keda\.fallback and enabled conflict, since a HorizontalPodAutoscaler",
+        ),
+        (
+            {"mode": "kuberay", "workers": {"decode": with_fallback(hpa_scaled("decode", 1, 2))}},
+            r"workers\.decode\.autoscaling: keda\.fallback and enabled conflict, since a HorizontalPodAutoscaler",
+        ),
+        (
+            {"workers": {"both": hpa_scaled("aggregated", 1, 2)}},
+            r"workers\.both\.autoscaling needs a model with aggregated workers only, but it has a group",
+        ),
+        (
+            {"workers": {"decode": hpa_scaled("decode", 1, 2)}, "config": {"role_switching": "act"}},
+            r"workers\.decode\.autoscaling and config\.role_switching act conflict, since both respond to",
+        ),
+        (
             {"workers": {"both": scaled("aggregated")}, "keda": KEDA},
             r"workers\.both\.autoscaling\.keda needs a model with aggregated workers only, but it has a group",
         ),
@@ -161,7 +199,7 @@ def test_prometheus_may_ask_for_credentials(render: Any) -> None:
             r"workers\.decode\.autoscaling\.keda needs mode statefulset, got kuberay: there Ray's autoscaler adds pods",
         ),
         (
-            {"mode": "kuberay", "workers": {"decode": with_metrics(ray_scaled("decode", 1, 2))}},
+            {"mode": "kuberay", "workers": {"decode": with_metrics(hpa_scaled("decode", 1, 2))}},
             r"workers\.decode\.autoscaling\.metrics needs mode statefulset, got kuberay",
         ),
         ({"keda": {"serverAddress": "prometheus:9090"}}, r"'/keda/serverAddress': 'prometheus:9090' does not match"),
@@ -177,12 +215,18 @@ def test_autoscalers_that_contradict_each_other_are_refused(render: Any, values:
     assert re.search(said, refused(render, values))
 
 
+def test_groups_of_a_role_may_each_have_an_autoscaler_with_metrics_of_their_own(render: Any) -> None:
+    group = with_metrics(hpa_scaled("decode", 1, 2))
+    values = {"workers": {"decode": group, "more": group}, "config": {"role_switching": "act"}}
+    assert len(render(values).kind("HorizontalPodAutoscaler")) == 2
+
+
 RAY = {
     "mode": "kuberay",
     "workers": {
-        "prefill": ray_scaled("prefill", 1, 4),
+        "prefill": hpa_scaled("prefill", 1, 4),
         "decode": {"replicas": 2},
-        "more": ray_scaled("decode", 1, 3),
+        "more": hpa_scaled("decode", 1, 3),
     },
 }
 

@@ -1,5 +1,7 @@
 """The protocol of one exchange: which responses each way of sending a body requires."""
 
+import tracemalloc
+
 import pytest
 
 from endpoint_picker.exchange import Exchange, refusal
@@ -66,6 +68,25 @@ def test_trailers_end_a_streamed_body_in_both_directions():
     outcome = outcome_of(exchange.picked(["a:1"]))
     assert (outcome.body, outcome.ends_body) == (b"ab", False)
     assert outcome.kinds == ["request_headers", "request_body", "request_trailers"]
+
+
+@pytest.mark.parametrize("mode", [BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX_STREAMED])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_no_body_is_kept_once_the_endpoint_is_picked(mode, is_whole):
+    nbytes = 8 << 20
+    tracemalloc.start()
+    try:
+        exchange = Exchange(nbytes)
+        exchange.receive(headers_message(HEADERS, mode=mode))
+        exchange.receive(body_message(bytes(nbytes), end_of_stream=is_whole))
+        exchange.receive(trailers_message())
+        assert exchange.awaits_pick
+        assert tracemalloc.get_traced_memory()[0] > nbytes
+        exchange.picked(["a:1"])
+        assert tracemalloc.get_traced_memory()[0] < nbytes // 8
+    finally:
+        tracemalloc.stop()
+    assert exchange.body is None
 
 
 def test_a_buffered_body_is_asked_for_and_not_sent_back():

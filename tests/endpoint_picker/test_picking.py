@@ -2,14 +2,22 @@
 
 import asyncio
 import json
+import ssl
+import sys
 from collections import Counter
 
 import grpc
 import pytest
 
-from moonpool_proto.v1.ext_proc_pb2 import BUFFERED, NONE, STREAMED
+from endpoint_picker.endpoints import EndpointWatch
+from endpoint_picker.service import PickerService
+from frontend.errors import FrontendConfigError
+from moonpool_proto.v1.ext_proc_pb2 import BUFFERED, FULL_DUPLEX_STREAMED, NONE, STREAMED
 from moonpool_proto.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from moonpool_proto.v1.health_pb2_grpc import HealthStub
+from settings.endpoint_picker import EndpointPickerSettings
+from telemetry import new_registry
+from telemetry.endpoint_picker import EndpointPickerMetrics
 from tests.endpoint_picker.gateway import (
     CHAT,
     WAIT_S,
@@ -290,6 +298,50 @@ async def test_bodies_that_only_pass_by_take_no_memory(start_endpoint, start_pic
     await exchange.end()
 
 
+class OneExchange:
+    """Context of a call whose gateway sends a body, and then waits for the answer."""
+
+    def __init__(self, mode):
+        self._body = body_message(b"x" * 100_000)
+        self._messages = [headers_message({":path": TOKENIZE}, mode=mode), self._body]
+        self._sent = []
+        self.num_holders = 0  # of the body and its responses, while the gateway waits
+
+    async def read(self):
+        if self._messages:
+            return self._messages.pop(0)
+        alone = object()  # one name and the argument
+        self.num_holders += sys.getrefcount(self._body) - sys.getrefcount(alone)
+        while self._sent:
+            response = self._sent.pop()
+            self.num_holders += sys.getrefcount(response) - sys.getrefcount(alone)
+        return grpc.aio.EOF
+
+    async def write(self, response):
+        self._sent.append(response)
+
+
+@pytest.mark.parametrize("mode", [BUFFERED, FULL_DUPLEX_STREAMED])
+async def test_while_the_gateway_waits_for_the_answer_nothing_holds_the_body(start_endpoint, mode):
+    settings = EndpointPickerSettings(endpoints=((await start_endpoint()).address,))
+    watch, metrics = EndpointWatch(settings), EndpointPickerMetrics(new_registry(), lambda: ())
+    await watch.start()
+    try:
+        exchange = OneExchange(mode)
+        await PickerService(settings, watch, None, metrics).Process(None, exchange)
+    finally:
+        await watch.close()
+    assert exchange.num_holders == 0
+
+
+async def test_the_bodies_of_all_clients_have_no_common_pace(start_endpoint, start_picker, monkeypatch):
+    monkeypatch.setattr("frontend.api.body._PACE_NBYTES_PER_S", 1.0)
+    picker = await start_picker(await start_endpoint())
+    body = chat("x" * 1_000_000)
+    outcomes = await asyncio.gather(*(picker.answer(body, num_chunks=20) for _ in range(3)))
+    assert [outcome.status for outcome in outcomes] == [200] * 3
+
+
 async def test_an_observing_gateway_is_not_answered(two):
     picker, _ = two
     exchange = picker.exchange()
@@ -345,6 +397,43 @@ async def test_with_a_certificate_the_gateways_connection_is_encrypted(start_end
     gateway.channel = grpc.aio.secure_channel(picker.target, credentials, options=name)
     assert (await gateway.answer(chat("Hello"))).status == 200
     await gateway.close()
+
+
+async def certificate_shown(picker, ca):
+    """The certificate that a new connection of a gateway is shown."""
+    context = ssl.create_default_context(cafile=str(ca))
+    context.set_alpn_protocols(["h2"])
+    host, _, port = picker.target.rpartition(":")
+    async with asyncio.timeout(WAIT_S):
+        _, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname="moonpool")
+    certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    return ssl.DER_cert_to_PEM_cert(certificate)
+
+
+async def test_a_renewed_certificate_is_shown_without_a_restart(start_endpoint, start_picker, tls_settings):
+    files = tls_settings()
+    picker = await start_picker(
+        await start_endpoint(), picker_tls_cert=files["tls_cert"], picker_tls_key=files["tls_key"]
+    )
+    first = await certificate_shown(picker, files["tls_ca"])
+    assert first.strip() == files["tls_cert"].read_text().strip()
+    tls_settings("successor")
+    renewed = await certificate_shown(picker, files["tls_ca"])
+    assert renewed.strip() == files["tls_cert"].read_text().strip() != first.strip()
+    files["tls_cert"].write_text("half written")
+    assert await certificate_shown(picker, files["tls_ca"]) == renewed
+
+
+async def test_a_certificate_that_cannot_be_used_is_refused_by_its_flag(start_endpoint, start_picker, tls_settings):
+    files, other = tls_settings(), tls_settings("successor", of="other")
+    endpoint = await start_endpoint()
+    with pytest.raises(FrontendConfigError, match=r"--picker-tls-key .* does not match .* in --picker-tls-cert"):
+        await start_picker(endpoint, picker_tls_cert=files["tls_cert"], picker_tls_key=other["tls_key"])
+    with pytest.raises(FrontendConfigError, match=r"--picker-tls-cert .*gone\.pem cannot be read: No such file"):
+        await start_picker(
+            endpoint, picker_tls_cert=files["tls_cert"].with_name("gone.pem"), picker_tls_key=files["tls_key"]
+        )
 
 
 async def test_errors_are_json_that_openais_clients_read(two):

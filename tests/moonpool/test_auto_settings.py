@@ -93,3 +93,9 @@ def test_workers_know_with_how_many_they_share_device_and_host(
     flags = {**REQUIRED, "socket_dir": str(short_path), "device": device, "host_workers": "3"}
     config = worker_config(load(WorkerRole, flags=flags, environ={}, config_file=None, known=all_settings()), "w")
     assert (config.num_device_workers, config.num_host_workers) == expected
+
+
+def test_a_worker_may_share_its_gpu_with_fewer_workers_than_its_host(short_path: Path) -> None:
+    flags = {**REQUIRED, "socket_dir": str(short_path), "device": "cpu", "host_workers": "8", "device_workers": "1"}
+    config = worker_config(load(WorkerRole, flags=flags, environ={}, config_file=None, known=all_settings()), "w")
+    assert (config.num_device_workers, config.num_host_workers) == (1, 8)

@@ -54,7 +54,7 @@ export class Feed {
     });
     this.node = h("div", null, h("div", { class: "form" }, ...labels, this.pause), this.shown, this.missed, this.table.node);
     this.requests = new Map(); // by id, oldest first
-    this.decided = null; // decisions of all conductors so far
+    this.decided = new Map(); // [incarnation, decisions so far] by conductor
     this.numMissed = 0;
     this.numShown = 0;
     this.waiting = new Set(); // ids that came during the pause
@@ -85,10 +85,14 @@ export class Feed {
 
   // The state has at most 60 requests of each conductor: more within a second are counted, but not seen.
   #count(state, numNew) {
-    const decided = state.conductors.reduce((sum, each) => sum + each.decided, 0);
-    const came = this.decided === null ? 0 : decided - this.decided;
-    this.numMissed = came < 0 ? 0 : this.numMissed + Math.max(0, came - numNew);
-    this.decided = decided;
+    let came = 0;
+    for (const { target, incarnation, decided } of state.conductors) {
+      if (decided === null) continue; // it has not answered yet
+      const [before, known] = this.decided.get(target) ?? [];
+      if (before === incarnation) came += decided - known;
+      this.decided.set(target, [incarnation, decided]);
+    }
+    this.numMissed += Math.max(0, came - numNew);
     setText(this.missed, this.numMissed ? `${count(this.numMissed)} more decisions were made faster than the feed follows, which is 60 per second and conductor.` : "");
     this.missed.hidden = this.numMissed === 0;
   }

@@ -9,7 +9,9 @@ import aiohttp
 import pytest
 
 from frontend.console import routes
-from moonpool_proto.v1 import conductor_pb2
+from frontend.console.actions import ConsoleActions
+from moonpool_proto.v1 import common_pb2, conductor_pb2
+from rpc.control import ControlError
 from tests.conductor.world import NAMESPACE, SPEC
 
 PAGE = Path(routes.__file__).parent / "page"
@@ -134,6 +136,27 @@ async def test_a_requests_path_is_told_by_conductor_and_frontend(open_bed: Any, 
         assert (remembered["ttft_s"], remembered["predicted_ttft_s"] > 0) == (0.5, True)
         _, unknown = await told(http, bed, "requests/never")
         assert (unknown["front_door"], unknown["conductors"][0]["remembered"]) == (None, None)
+
+
+async def test_all_conductors_are_asked_at_once_to_explain_a_request() -> None:
+    class Conductors:
+        targets = ("one:7000", "other:7000", "gone:7000")
+        asked = asyncio.Barrier(len(targets))
+
+        async def ask(self, method: str, call: Any, *, target: str, deadline_s: float) -> Any:
+            async with asyncio.timeout(5):
+                await self.asked.wait()
+            if target == "gone:7000":
+                raise ControlError("it does not answer", what=method, target=target, code="UNAVAILABLE")
+            return common_pb2.JsonReply(json=json.dumps({"log": None, "remembered": {"id": method}}))
+
+    conductors: Any = Conductors()
+    problem = "Explain at gone:7000: it does not answer [UNAVAILABLE]"
+    assert await ConsoleActions(conductors).explain("r1") == [
+        {"target": "one:7000", "problem": "", "log": None, "remembered": {"id": "Explain"}},
+        {"target": "other:7000", "problem": "", "log": None, "remembered": {"id": "Explain"}},
+        {"target": "gone:7000", "problem": problem, "log": None, "remembered": None},
+    ]
 
 
 async def test_the_pools_blocks_are_told_by_model_and_its_retained_prompts_by_tenant(

@@ -177,6 +177,42 @@ async def test_decisions_that_come_too_fast_for_the_feed_are_counted(open_bed: A
             await expect(page.get_by_text("64 of the last 64 requests shown")).to_be_visible()
 
 
+async def test_decisions_before_a_conductors_first_answer_are_not_counted_as_missed(
+    open_bed: Any, browser: Browser
+) -> None:
+    other: dict[str, Any] = {"target": "other:7000", "incarnation": "", "decided": None}
+
+    async def answer(route: Route) -> None:
+        response = await route.fetch()
+        state = await response.json()
+        state["conductors"].append({**state["conductors"][0], **other})
+        await route.fulfill(response=response, body=json.dumps(state))
+
+    async def is_shown(page: Page) -> None:
+        """Wait until the page shows a state that was requested from now on."""
+        for _ in range(2):
+            async with page.expect_response("**/console/api/state") as seen:
+                pass
+            await (await seen.value).finished()
+
+    async with open_bed() as bed:
+        await bed.join_usual()
+        async with open_visit(browser, f"{bed.url}/console/#/requests", window=WIDE) as visit:
+            page = visit.page
+            missed = page.get_by_text("more decisions were made faster than the feed follows")
+            await page.route("**/console/api/state", answer)
+            await is_shown(page)
+            for decided, incarnation in ((5000, "1"), (5000, "1"), (7000, "2")):  # its first answer, and a restart
+                other |= {"decided": decided, "incarnation": incarnation}
+                await is_shown(page)
+                await expect(missed).to_be_hidden()
+            other["decided"] = 7100
+            await expect(page.get_by_text("100 more decisions were made")).to_be_visible()
+            other["decided"] = None  # it does not answer this frontend any more
+            await is_shown(page)
+            await expect(page.get_by_text("100 more decisions were made")).to_be_visible()
+
+
 @pytest.mark.parametrize("window", [WIDE, NARROW], ids=["wide", "narrow"])
 async def test_sessions_are_shown_with_their_turns_reuse_and_retention(
     open_bed: Any, browser: Browser, window: Any

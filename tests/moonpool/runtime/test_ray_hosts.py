@@ -68,7 +68,7 @@ def test_a_ray_of_our_own_offers_enough() -> None:
 def test_nodes_lie_on_tcp_at_their_hosts_address_and_use_its_pool_node() -> None:
     planned = plans(decode_nodes=2)
     host = RayHost("aa", "10.0.0.2", {"CPU": 8.0, "moonpool_prefill": 1.0, "moonpool_decode": 3.0})
-    own = located(planned["decode-1"], host, target="10.0.0.2:0", pool="10.0.0.2:7001", gpus=0.0, threads=0)
+    own = located(planned["decode-1"], host, target="10.0.0.2:0", pool="10.0.0.2:7001", gpus=0.0, is_only_host=False)
     assert [own[key] for key in ("listen", "data_host", "pool", "conductor", "node_id")] == [
         "10.0.0.2:0",
         "10.0.0.2",
@@ -78,7 +78,7 @@ def test_nodes_lie_on_tcp_at_their_hosts_address_and_use_its_pool_node() -> None
     ]
     assert own["threads"] == 2
     assert environment(planned["decode-1"], own)["OMP_NUM_THREADS"] == "2"
-    pool = located(planned["pool-0"], host, target="10.0.0.2:7001", pool="", gpus=0.0, threads=0)
+    pool = located(planned["pool-0"], host, target="10.0.0.2:7001", pool="", gpus=0.0, is_only_host=False)
     assert pool["listen"] == "10.0.0.2:7001"
     assert "pool" not in pool
 
@@ -86,8 +86,48 @@ def test_nodes_lie_on_tcp_at_their_hosts_address_and_use_its_pool_node() -> None
 def test_a_worker_with_a_gpu_takes_the_one_that_ray_shows_it() -> None:
     plan = plans(prefill_nodes=3)["prefill-2"]
     assert bundle_of(plan, gpus=1.0) == {"moonpool_prefill": 1.0, "GPU": 1.0}
-    own = located(plan, RayHost("aa", "10.0.0.2", {"CPU": 8.0}), target="10.0.0.2:0", pool="p:1", gpus=1.0, threads=0)
+    own = located(plan, RayHost("aa", "h", {"CPU": 8.0}), target="h:0", pool="p:1", gpus=1.0, is_only_host=False)
     assert (own["device"], own["worker_index"]) == ("cuda", 0)
+
+
+EIGHT = RayHost("aa", "h", {"CPU": 64.0, "GPU": 8.0, "moonpool_prefill": 24.0, "moonpool_decode": 24.0})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "on_device", "on_host"),
+    [(0.0, 0, 48), (2.0, 1, 4), (1.0, 1, 8), (0.6, 1, 8), (0.5, 2, 16), (0.3, 3, 24), (0.1, 10, 48)],
+)
+def test_workers_divide_a_gpu_and_their_host_by_what_each_can_hold(gpus: float, on_device: int, on_host: int) -> None:
+    plan = plans()["prefill-0"]
+    own = located(plan, EIGHT, target="h:0", pool="p:1", gpus=gpus, is_only_host=False)
+    assert (own["device_workers"], own["host_workers"]) == (on_device, on_host)
+
+
+@pytest.mark.parametrize(("gpus", "on_device"), [(0.0, 0), (0.5, 2)])
+def test_workers_of_a_ray_of_our_own_divide_the_host_as_planned(gpus: float, on_device: int) -> None:
+    plan = plans(prefill_nodes=3, decode_nodes=2)["prefill-0"]
+    host = RayHost("aa", "127.0.0.1", {"CPU": 64.0, "GPU": 8.0} | local_resources())
+    own = located(plan, host, target="127.0.0.1:0", pool="p:1", gpus=gpus, is_only_host=True)
+    assert (own["device_workers"], own["host_workers"], own["threads"]) == (on_device, 5, plan.settings["threads"])
+
+
+def test_fractions_of_several_gpus_are_no_gpu_of_a_worker() -> None:
+    workers = {"moonpool_prefill": 4.0, "moonpool_decode": 4.0, "moonpool_pool": 1.0}
+    nodes = [{**NODES[0], "Resources": workers | {"GPU": 2.0}}]
+    flags: dict[str, Any] = {"runtime": "ray", "ray_gpus": 0.6}
+    assert wait_for_offer(config(prefill_nodes=1, decode_nodes=1, **flags), lambda: nodes) == 0.6
+    assert wait_for_offer(config(prefill_nodes=2, decode_nodes=1, **flags), lambda: nodes) == 0  # on CPUs
+    with pytest.raises(RayUnusable, match=r"GPU: 3 workers with 0\.6 each required, room for 2"):
+        wait_for_offer(config(prefill_nodes=2, decode_nodes=1, device="cuda", **flags), lambda: nodes)
+
+
+def test_gpus_of_hosts_without_workers_are_no_room() -> None:
+    head = {**NODES[1], "Alive": True, "Resources": {"GPU": 8.0}}
+    own = {**NODES[0], "Resources": {"moonpool_aggregated": 4.0, "moonpool_pool": 1.0, "GPU": 1.0}}
+    with pytest.raises(RayUnusable, match="GPU: 2 workers with 1 each required, room for 1"):
+        wait_for_offer(
+            config(runtime="ray", prefill_nodes=0, decode_nodes=0, aggregated=2, device="cuda"), lambda: [head, own]
+        )
 
 
 def test_without_the_package_ray_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,8 @@ def test_workers_share_a_gpu_by_fractions() -> None:
     assert list(chosen.values()) == ["a"] * 8 + ["b"] * 8 + [None] * 5  # by their own resource
     chosen = placed_all([f"prefill-{i}" for i in range(7)], hosts, gpus=0.3)
     assert list(chosen.values()) == ["a"] * 3 + ["b"] * 3 + [None]
+    chosen = placed_all([f"prefill-{i}" for i in range(4)], [host("a", prefill=8, gpus=3)], gpus=0.6)
+    assert list(chosen.values()) == ["a"] * 3 + [None]  # a worker's fraction lies on one GPU
 
 
 @given(

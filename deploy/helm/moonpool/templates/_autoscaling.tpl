@@ -27,6 +27,27 @@ spec:
 {{- if or $autoscaling.enabled ($autoscaling.keda | default dict).enabled -}}true{{- end -}}
 {{- end -}}
 
+{{- /* (root, name, apiVersion, kind, isScaled, replicas): a workload's `replicas`. Omitted with an autoscaler, unless the workload exists
+with a number that is Helm's own: once Helm omits that, Kubernetes sets 1, so the present number is repeated. A Helm that applies on
+the server loses the number to the autoscaler's first change, and must not repeat it from then on: changed again meanwhile, it would be
+a conflict. Without a cluster (helm template), nothing exists. */ -}}
+{{- define "moonpool.workloadReplicas" -}}
+{{- if not .isScaled -}}
+replicas: {{ int .replicas }}
+{{- else -}}
+{{- with lookup .apiVersion .kind .root.Release.Namespace (printf "%s-%s" (include "moonpool.fullname" .root) .name) -}}
+{{- $isOthers := false -}}
+{{- range .metadata.managedFields -}}
+{{- $spec := get (.fieldsV1 | default dict) "f:spec" -}}
+{{- if and (eq .operation "Apply") $spec (not (hasKey $spec "f:replicas")) -}}{{- $isOthers = true -}}{{- end -}}
+{{- end -}}
+{{- if not $isOthers -}}
+replicas: {{ int .spec.replicas }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* (root, group): the group's autoscaler; empty without one. */ -}}
 {{- define "moonpool.workerScaler" -}}
 {{- $autoscaling := .group.values.autoscaling | default dict -}}
@@ -101,7 +122,8 @@ model and role; other groups of the role without an autoscaler have a part of it
 {{- $groups := include "moonpool.groups" . | fromJsonArray -}}
 {{- range $group := $groups -}}
 {{- $autoscaling := .values.autoscaling | default dict -}}
-{{- $keda := ($autoscaling.keda | default dict).enabled -}}
+{{- $kedaValues := $autoscaling.keda | default dict -}}
+{{- $keda := $kedaValues.enabled -}}
 {{- if and $keda $autoscaling.enabled -}}
 {{- fail (printf "%s.autoscaling: enabled (a HorizontalPodAutoscaler) and keda.enabled conflict, since both would set the number of workers: set one of them to false" .at) -}}
 {{- end -}}
@@ -115,26 +137,35 @@ model and role; other groups of the role without an autoscaler have a part of it
 {{- fail (printf "%s.autoscaling: minReplicas is %d, maxReplicas must not be smaller, got %d" .at (int $autoscaling.minReplicas) (int $autoscaling.maxReplicas)) -}}
 {{- end -}}
 {{- end -}}
-{{- $followsDemand := or $keda (and $autoscaling.enabled (eq $.Values.mode "kuberay")) -}}
-{{- if and $followsDemand (eq ($.Values.config.role_switching | default "off") "act") -}}
-{{- fail (printf "%s.autoscaling and config.role_switching act conflict, since both respond to the same demand: omit one of them" .at) -}}
-{{- end -}}
 {{- if and (eq $.Values.mode "kuberay") (or $keda $autoscaling.metrics) -}}
 {{- fail (printf "%s.autoscaling.%s needs mode statefulset, got kuberay: there Ray's autoscaler adds pods for workers that the launcher starts; use autoscaling.enabled with minReplicas and maxReplicas" .at (ternary "keda" "metrics" (not (not $keda)))) -}}
 {{- end -}}
-{{- if $keda -}}
-{{- if not $.Values.keda.serverAddress -}}
+{{- if and $keda $autoscaling.metrics -}}
+{{- fail (printf "%s.autoscaling: metrics and keda.enabled conflict, since a ScaledObject follows the conductors alone: omit metrics, or use enabled in place of keda.enabled" .at) -}}
+{{- end -}}
+{{- if and $autoscaling.enabled $kedaValues.fallback -}}
+{{- fail (printf "%s.autoscaling: keda.fallback and enabled conflict, since a HorizontalPodAutoscaler and Ray's autoscaler have no fallback: omit it, or use keda.enabled in place of enabled" .at) -}}
+{{- end -}}
+{{- /* Whether the group has as many workers as the conductors compute, and by which value. */ -}}
+{{- $follows := or $keda (and $autoscaling.enabled (not $autoscaling.metrics)) -}}
+{{- $by := printf "%s.autoscaling%s" .at (ternary ".keda" "" (not (not $keda))) -}}
+{{- if and $follows (eq ($.Values.config.role_switching | default "off") "act") -}}
+{{- fail (printf "%s.autoscaling and config.role_switching act conflict, since both respond to the same demand: omit one of them" .at) -}}
+{{- end -}}
+{{- if and $keda (not $.Values.keda.serverAddress) -}}
 {{- fail (printf "%s.autoscaling.keda needs keda.serverAddress, which is empty: set it to the URL of the Prometheus that scrapes the conductors" .at) -}}
 {{- end -}}
+{{- /* Ray's launcher adds the bounds of a role's groups. */ -}}
+{{- if and $follows (eq $.Values.mode "statefulset") -}}
 {{- range $groups -}}
 {{- if and (ne .at $group.at) (eq .model.name $group.model.name) (eq .values.role $group.values.role) (include "moonpool.isScaled" .values) -}}
-{{- fail (printf "%s.autoscaling.keda conflicts with %s.autoscaling: both groups have the role %s, and each would get all nodes that the demand requires; scale one of them" $group.at .at $group.values.role) -}}
+{{- fail (printf "%s conflicts with %s.autoscaling: both groups have the role %s, and each would get all nodes that the demand requires; scale one of them" $by .at $group.values.role) -}}
 {{- end -}}
 {{- end -}}
 {{- if eq .values.role "aggregated" -}}
 {{- range .model.workers -}}
 {{- if . -}}{{- if ne .role "aggregated" -}}
-{{- fail (printf "%s.autoscaling.keda needs a model with aggregated workers only, but it has a group with role %s: next to those, conductors compute no number of aggregated nodes; scale the other groups" $group.at .role) -}}
+{{- fail (printf "%s needs a model with aggregated workers only, but it has a group with role %s: next to those, conductors compute no number of aggregated nodes; scale the other groups" $by .role) -}}
 {{- end -}}{{- end -}}
 {{- end -}}
 {{- end -}}

@@ -166,6 +166,9 @@ workers, which have settings of their own; withoutModels: what pool nodes read o
 {{- if and .Values.monitoring.serviceMonitor.enabled .Values.monitoring.podMonitors.enabled -}}
 {{- fail "monitoring.serviceMonitor.enabled and monitoring.podMonitors.enabled conflict, since every process would be scraped twice: set one of them to false" -}}
 {{- end -}}
+{{- if and .Values.endpointPicker.enabled .Values.frontend.tls.existingSecret -}}
+{{- fail "endpointPicker.enabled and frontend.tls.existingSecret conflict: the picker polls API servers by HTTP, and a gateway calls the endpoints of an InferencePool by HTTP; end HTTPS at the gateway and leave frontend.tls.existingSecret empty, or set endpointPicker.enabled to false" -}}
+{{- end -}}
 {{- if and .Values.model.cache.existingClaim .Values.model.cache.hostPath -}}
 {{- fail "model.cache.existingClaim and model.cache.hostPath conflict: set one of them" -}}
 {{- end -}}

@@ -123,7 +123,8 @@ moonpool
 {{- $fullname := include "moonpool.fullname" . -}}
 {{- $places := dict -}}
 {{- range $group := include "moonpool.groups" . | fromJsonArray -}}
-{{- if has $group.component (list "conductor" "frontend" "pool" "redis" "worker" "launcher" "ray" "ray-head" "config") -}}
+{{- /* Of an object's name or of a component; a LeaderWorkerSet's controller makes a Service with the group's name. */ -}}
+{{- if has $group.component (list "conductor" "frontend" "frontend-endpoints" "endpoint-picker" "pool" "redis" "worker" "launcher" "ray" "ray-head" "config") -}}
 {{- fail (printf "%s: this name is reserved for another role; choose another one" $group.at) -}}
 {{- end -}}
 {{- with get $places $group.component -}}
