@@ -1,7 +1,8 @@
 """The endpoints that there are now, their load, and the models that they serve.
 
 Names are resolved and each endpoint is polled over HTTP at `/metrics` and `/v1/models`, which Moonpool's API servers
-and vLLM have. An endpoint to which no connection can be made gets no request while another one can be reached.
+and vLLM have. An endpoint to which no connection can be made gets no request; one that accepts connections but does not
+answer in time gets none as long as another one answers.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ __all__ = ["EndpointUse", "EndpointWatch", "requests_in"]
 log = logging.getLogger(__name__)
 
 _POLL_TIMEOUT_S: Final = 2.0
+_CONNECT_TIMEOUT_S: Final = 1.0
 _MOST_POLLS: Final = 32  # at once
 _MOST_NBYTES: Final = 8 << 20  # of a page
 # Beginnings of the gauges of requests: of one of Moonpool's API servers; else of a vLLM, whose sum counts.
@@ -43,6 +45,7 @@ class _Endpoint:
         self.address = address
         self.models: frozenset[str] | None = None  # None: it does not say
         self.is_reachable = True
+        self.is_slow = False  # it accepts connections, but did not answer the last poll in time
         self.num_open = 0  # exchanges that this picker has sent to it
         self._reported = 0  # requests at the last poll
         self._change = 0  # of this picker's own exchanges since that poll began
@@ -67,11 +70,13 @@ class _Endpoint:
                     self._reported, self._change = found, self._change - before
             if (text := await _get(http, f"http://{self.address}/v1/models")) is not None:
                 self.models = _models_in(text)
-            self.is_reachable = True
-        except (aiohttp.ClientConnectorError, TimeoutError):
-            self.is_reachable = False
+            self.is_reachable, self.is_slow = True, False
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+            self.is_reachable, self.is_slow = False, False
+        except TimeoutError:
+            self.is_reachable, self.is_slow = True, True
         except aiohttp.ClientError:
-            self.is_reachable = True  # it accepts connections, but speaks TLS, for instance
+            self.is_reachable, self.is_slow = True, False  # it accepts connections, but speaks TLS, for instance
 
 
 @dataclass(slots=True)
@@ -111,7 +116,8 @@ class EndpointWatch:
 
     async def start(self) -> None:
         """Poll once, successfully or not, then go on in the background."""
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_POLL_TIMEOUT_S))
+        timeout = aiohttp.ClientTimeout(total=_POLL_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S)
+        self._http = aiohttp.ClientSession(timeout=timeout)
         await self._poll(self._http)
         self._task = asyncio.create_task(self._keep_polling(self._http), name="endpoint watch")
 
@@ -130,9 +136,11 @@ class EndpointWatch:
 
     def counts(self) -> Iterator[tuple[str, int]]:
         """Yield (state, number of endpoints in it)."""
-        reachable = sum(each.is_reachable for each in self._endpoints.values())
-        yield "reachable", reachable
-        yield "unreachable", len(self._endpoints) - reachable
+        reachable = [each for each in self._endpoints.values() if each.is_reachable]
+        num_slow = sum(each.is_slow for each in reachable)
+        yield "reachable", len(reachable) - num_slow
+        yield "slow", num_slow
+        yield "unreachable", len(self._endpoints) - len(reachable)
 
     def find(self, address: str) -> _Endpoint | None:
         """Return the endpoint of this address; None if there is none."""
@@ -156,7 +164,8 @@ class EndpointWatch:
         reachable = [each for each in found if each.is_reachable]
         if not reachable:
             raise _no_endpoint(f"none of the {len(found)} endpoints can be reached")
-        return [EndpointLoad(each.address, each.num_requests) for each in reachable]
+        chosen = [each for each in reachable if not each.is_slow] or reachable
+        return [EndpointLoad(each.address, each.num_requests) for each in chosen]
 
     def use(self, addresses: Sequence[str]) -> EndpointUse:
         """Count an exchange for the first of the addresses, best first, that are named to the gateway."""

@@ -60,7 +60,8 @@ class PickerService(ExternalProcessorServicer):
                 async with asyncio.timeout(limit_s) as limit:
                     # Not by the iterator, which holds the last message, and so a whole body, until the next one comes
                     while (message := await context.read()) is not grpc.aio.EOF:
-                        if message.observability_mode:
+                        if message.observability_mode:  # the gateway waits for nothing
+                            limit.reschedule(None)
                             continue
                         if use is None:  # later chunks only pass through
                             body_place.reserve(len(message.request_body.body))

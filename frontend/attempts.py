@@ -99,6 +99,7 @@ class AvoidedNodes:
         """Record that the node failed the request; `incarnation` is 0 if unknown."""
         former = self._failures.get(node_id)
         count = former.count + 1 if former is not None and former.incarnation == incarnation else 1
+        is_sender = is_sender and (former is None or former.is_sender)  # else it has failed by itself
         pause_s = min(self._hold_off_s * 2 ** (count - 1 + is_sender), self._longest_s)
         self._failures[node_id] = _Failure(incarnation, count, now_s + pause_s, is_sender)
 

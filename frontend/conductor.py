@@ -155,7 +155,7 @@ class ConductorStream:
                 self._queue = deque(each for each in self._queue if not each.answer.done())
             self._drop_oldest()
             self._has_calls.set() if self._queue else self._has_calls.clear()
-            if was_open.is_set() and self._queue:
+            if was_open.is_set() and self._queue and not self._is_refused:
                 pause_s = 0.0
             elif self._is_refused and not self._queue:
                 await self._has_calls.wait()

@@ -323,7 +323,7 @@ class EngineLoop:
         gone = [s for s in self._decoding if s.cancelled] + [s for s in self._prefilling if s.cancelled]
         if gone:
             self._remove(gone)
-            self._steps.settle()
+            self._settle()
             self._on_step(StepResult(left=gone))
 
     def _remove(self, gone: list[EngineSequence]) -> None:
@@ -395,8 +395,13 @@ class EngineLoop:
             self._decoding = [s for s in self._decoding if id(s) not in stepped] + decoding
         if result.left:
             self._remove(result.left)
-            self._steps.settle()  # before their slots are read or given away
+            self._settle()  # before their slots are read or given away
         self._on_step(result)
+
+    def _settle(self) -> None:
+        """Wait for what the engine's device still does; if that never ends, the step watch notices it."""
+        with self._computing():
+            self._steps.settle()
 
     def _divided(
         self, decoding: list[EngineSequence], chunks: list[tuple[EngineSequence, PrefillChunk]], error: OutOfMemory

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import ssl
 import sys
 from collections import Counter
@@ -232,6 +233,18 @@ async def test_an_endpoint_that_cannot_be_reached_gets_no_request_and_none_is_a_
     assert "none of the 2 endpoints can be reached" in outcome.error["message"]
 
 
+async def test_an_endpoint_that_answers_late_gets_requests_only_if_no_other_one_answers(start_endpoint, start_picker):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts connections for it
+        slow = "127.0.0.1:{}".format(silent.getsockname()[1])
+        picker = await start_picker(slow, fast := await start_endpoint())
+        assert picker.metric('moonpool:picker_endpoints{state="slow"}') == 1
+        homes = {(await picker.answer(chat(f"question {number}"))).destination for number in range(8)}
+        assert homes == {fast.address}
+        await fast.stop()
+        await until_picked(picker, slow)
+        assert await health(picker) == HealthCheckResponse.SERVING
+
+
 async def test_a_name_stands_for_its_addresses(start_endpoint, start_picker):
     endpoint = await start_endpoint()
     picker = await start_picker(f"localhost:{endpoint.address.rpartition(':')[2]}")
@@ -348,6 +361,18 @@ async def test_an_observing_gateway_is_not_answered(two):
     first = headers_message({":path": "/v1/models"}, end_of_stream=True)
     first.observability_mode = True
     await exchange.send(first)
+    await exchange.call.done_writing()
+    assert await exchange.call.read() is grpc.aio.EOF
+
+
+async def test_an_observed_exchange_has_no_time_limit(start_endpoint, start_picker):
+    picker = await start_picker(endpoint := await start_endpoint(), picker_body_timeout_s=0.2)
+    exchange = picker.exchange()
+    first = headers_message({":path": CHAT})
+    first.observability_mode = True
+    await exchange.send(first)
+    for _ in range(5):  # two polls each: longer than the limit on the body
+        await endpoint.polled()
     await exchange.call.done_writing()
     assert await exchange.call.read() is grpc.aio.EOF
 

@@ -119,6 +119,14 @@ def test_a_sender_whose_kv_did_not_arrive_intact_is_held_off_longer_than_its_rec
     assert [avoided.held_off(now_s) for now_s in (101.9, 102.0, 104.0)] == [["d", "p"], ["p"], []]
 
 
+def test_a_node_that_failed_by_itself_is_not_only_a_sender_afterwards() -> None:
+    avoided = AvoidedNodes(2.0, 15.0, Now())
+    avoided.add("p", 1, 100.0)
+    avoided.add("p", 1, 110.0, is_sender=True)
+    assert avoided.nodes(with_senders=False) == avoided.held_off(113.9) == ["p"]
+    assert avoided.held_off(114.0) == []
+
+
 @pytest.mark.parametrize("code", ["push", "unverified"])
 def test_the_sender_of_kv_that_did_not_arrive_intact_is_named_beside_the_receiver(code: str) -> None:
     failure = worker_pb2.Failure(code=code, message="m", retryable=True, suspect_node_id="d")

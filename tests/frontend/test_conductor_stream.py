@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from frontend.conductor import ConductorStream
@@ -22,6 +23,7 @@ class Conductor(conductor_pb2_grpc.ConductorServicer):
         self.outcomes: list[tuple[str, str]] = []  # (request, outcome) of those that were answered
         self.messages: list[int] = []  # calls in each
         self.num_streams = 0
+        self.refuses = False  # every stream, after its first message
         self.before: Callable[[], Awaitable[None]] | None = None
         self.server: ControlServer | None = None
 
@@ -39,6 +41,8 @@ class Conductor(conductor_pb2_grpc.ConductorServicer):
         self.num_streams += 1
         await context.write(conductor_pb2.ConductorAnswers())
         async for message in request_iterator:
+            if self.refuses:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another version")
             self.messages.append(len(message.calls))
             if self.before is not None:
                 await self.before()
@@ -130,6 +134,17 @@ async def test_a_stream_that_breaks_fails_what_was_sent_and_the_next_call_opens_
     await conductor.start()
     assert await ask(line, "again") == "again"
     assert conductor.num_streams == 2
+
+
+async def test_an_outcome_that_is_owed_to_a_conductor_that_refuses_the_line_is_not_sent_again_without_pauses(
+    conductor: Conductor, line: ConductorStream
+) -> None:
+    await conductor.start()
+    conductor.refuses = True
+    owed = conductor_pb2.CompleteRequest(request_id="r", outcome="finished")
+    with pytest.raises(ControlDeadlineExceeded):
+        await line.complete(owed, deadline_s=1.0)
+    assert 0 < conductor.num_streams < 20
 
 
 async def test_outcomes_are_owed_to_a_conductor_that_stood_still_also_for_placements_whose_answer_was_lost(

@@ -20,7 +20,7 @@ from worker import engine_loop
 from worker.engine_loop import EngineLoop, LayerHook, StepResult
 from worker.errors import LoadLost, OutOfMemory
 from worker.layer_gate import LayerGate
-from worker.policy import BatchLimits, SlotPool
+from worker.policy import BatchLimits, SlotPool, StepWatch
 from worker.policy.scheduling_order import QueueEntry
 from worker.request import EngineSequence, Request
 from worker.transformer import ModelSteps
@@ -268,6 +268,31 @@ def test_a_failing_step_reports_its_victims_and_the_loop_goes_on(harness: Callab
     run.loop.submit(survivor)
     run.run(1)
     assert survivor.finish == FINISH_LENGTH
+
+
+@pytest.mark.parametrize("leaves", ["cancelled", "ended"])
+def test_a_device_that_never_ends_is_a_step_in_progress_while_a_sequence_leaves(
+    leaves: str, harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = harness(starts=False)
+    settling, may_end = threading.Event(), threading.Event()
+
+    def stands_still(_: ModelSteps) -> None:
+        settling.set()
+        may_end.wait()
+
+    monkeypatch.setattr(ModelSteps, "settle", stands_still)
+    run.loop.start()
+    sequence = run.sequence(prompts()[0], 100 if leaves == "cancelled" else 1)
+    run.loop.submit(sequence)
+    if leaves == "cancelled":
+        run.loop.cancel(sequence)
+    try:
+        assert settling.wait(60)
+        watch = StepWatch()
+        assert any(watch.look(run.loop.step_in_progress) for _ in range(2 * StepWatch.LOOKS))
+    finally:
+        may_end.set()
 
 
 @pytest.mark.parametrize("most", [1, 3, 9, 20])
