@@ -235,7 +235,7 @@ async def test_an_endpoint_that_cannot_be_reached_gets_no_request_and_none_is_a_
 
 async def test_an_endpoint_that_answers_late_gets_requests_only_if_no_other_one_answers(start_endpoint, start_picker):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts connections for it
-        slow = "127.0.0.1:{}".format(silent.getsockname()[1])
+        slow = f"127.0.0.1:{silent.getsockname()[1]}"
         picker = await start_picker(slow, fast := await start_endpoint())
         assert picker.metric('moonpool:picker_endpoints{state="slow"}') == 1
         homes = {(await picker.answer(chat(f"question {number}"))).destination for number in range(8)}
