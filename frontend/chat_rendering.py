@@ -66,13 +66,17 @@ class ChatTemplate:
         variables = {name: text for name, value in settings.items() if (text := _token_text(name, value)) is not None}
         return cls(source, variables, str(path))
 
-    def reasoning_variables(self, effort: str) -> dict[str, Any]:
+    def reasoning_variables(self, effort: str, *, is_hint: bool) -> dict[str, Any]:
         """Return the variables by which the template asks the model for this effort (`ReasoningEffort`).
 
         A template that only switches reasoning off and on treats all efforts but "none" alike. Raises InvalidRequest
-        for an effort for which the template cannot ask.
+        for an effort for which the template cannot ask; those but "none" are approximated or ignored if the effort
+        `is_hint`.
         """
+        is_flexible = is_hint and effort != "none"
         if harmony.CHANNEL in self.source:
+            if is_flexible and effort in ("xhigh", "max"):
+                effort = "high"
             if effort not in _HARMONY_EFFORTS:
                 raise _no_effort(f"must be {', '.join(_HARMONY_EFFORTS)} for this model, got {effort!r}")
             return {"reasoning_effort": effort}
@@ -80,8 +84,8 @@ class ChatTemplate:
             return {"reasoning_effort": effort}
         if switch := next((name for name in _SWITCHES if name in self._inputs), None):
             return {switch: effort != "none"}
-        if effort == "none" and think_tags.CLOSE not in self.source:
-            return {}  # the model does not reason
+        if is_flexible or (effort == "none" and think_tags.CLOSE not in self.source):
+            return {}  # the model always reasons, or never
         raise _no_effort(f"is not supported by this model, whose chat template cannot ask for it, got {effort!r}")
 
     def render(

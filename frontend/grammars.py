@@ -11,6 +11,7 @@ from frontend.answer_format import PLAIN_ANSWERS, AnswerFormat
 from frontend.api.request_models import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
 from frontend.errors import InvalidRequest, Overloaded
 from frontend.request import Grammar, ReasoningOptions
+from frontend.tool_formats import OPENAI
 from frontend.tools import tools_of
 from moonpool_proto.v1 import common_pb2
 from worker.errors import GrammarBusy, GrammarError, GrammarTooCostly
@@ -119,7 +120,7 @@ def requested_grammar(
         grammar, param = answer
         if reasoning is None:
             return _sized(UncheckedGrammar(GrammarSource(grammar.kind, grammar.source), (param,), (param,)))
-        lark = _assembled(_content_rules(grammar), form, reasoning, has_calls=False)
+        lark = _assembled(_content_rules(grammar), form, reasoning, has_headers=False)
         source = GrammarSource(LARK, lark, (grammar.source,), grammar.kind)
         return _sized(UncheckedGrammar(source, (param, param), (param, param)))
     if answer is not None and (tools.must_call or answer[0].kind != JSON_SCHEMA):
@@ -129,7 +130,7 @@ def requested_grammar(
             "'auto', a JSON schema for the text is supported",
             param=param,
         )
-    parts = [json.dumps(tool.parameters) for tool in tools.specs]
+    parts = [tool.grammar_schema({}) for tool in tools.specs]
     names = [f"tools: function.parameters of {tool.name!r} (tool {index})" for index, tool in enumerate(tools.specs)]
     fields = ["tools"] * len(names)
     rules: list[str] = []
@@ -143,16 +144,18 @@ def requested_grammar(
         markers=form.markers,
         text="answer" if rules else "",
     )
-    lark = _assembled(rules, form, reasoning, has_calls=True)
+    lark = _assembled(rules, form, reasoning, has_headers=form.tools is OPENAI)
     source = GrammarSource(LARK, lark, tuple(parts), JSON_SCHEMA)
     return _sized(UncheckedGrammar(source, ("tools", *names), ("tools", *fields)))
 
 
-def _assembled(rules: Sequence[str], form: AnswerFormat, reasoning: ReasoningOptions | None, *, has_calls: bool) -> str:
+def _assembled(
+    rules: Sequence[str], form: AnswerFormat, reasoning: ReasoningOptions | None, *, has_headers: bool
+) -> str:
     """Return a Lark grammar of answers whose content matches the rule `content` of `rules`, after any reasoning."""
     begin: Sequence[str] = ["start: content"]
     if reasoning is not None:
-        begin = reasoning.form.grammar(reasoning.start, form.markers, has_calls=has_calls)
+        begin = reasoning.form.grammar(reasoning.start, form.markers, has_headers=has_headers)
     return "\n".join(["%llguidance {}", *begin, *rules, r"TEXT: /(.|\n)*/"])
 
 

@@ -142,7 +142,7 @@ class PromptReader:
                 code="no_chat_template",
             )
         tools, effort = rendering.tools or [], rendering.reasoning_effort
-        variables = {} if effort is None else template.reasoning_variables(effort)
+        variables = {} if effort is None else template.reasoning_variables(effort, is_hint=rendering.EFFORT_IS_HINT)
         variables |= rendering.chat_template_kwargs or {}
         if template.takes_tools:
             chat = native_messages(messages, template.reasoning_key)

@@ -26,7 +26,8 @@ def reads_calls(body: ChatBody) -> bool:
 
 def tool_specs(body: ChatBody) -> tuple[ToolSpec, ...]:
     """Return the body's tools. Raises InvalidRequest for parameters that are no object."""
-    return tuple(ToolSpec(tool.function.name, _parameters(tool.function)) for tool in body.tools or ())
+    functions = [tool.function for tool in body.tools or ()]
+    return tuple(ToolSpec(each.name, _parameters(each), each.strict is True) for each in functions)
 
 
 def tools_of(body: ChatBody) -> ToolPlan | None:

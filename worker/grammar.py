@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from llguidance import LLMatcher, LLParserLimits
 
 from worker.errors import GrammarError
-from worker.grammar_frames import source_nbytes
+from worker.grammar_frames import MAX_LARK_REPEATS, source_nbytes
 
 T = TypeVar("T")
 
@@ -24,7 +24,6 @@ T = TypeVar("T")
 JSON_SCHEMA, LARK, REGEX = 1, 2, 3
 
 MAX_LARK_LINES = 256  # the library's time to report an error grows with the cube of the rules' nesting depth
-MAX_LARK_REPEATS = 500  # nested repetitions multiply in the library's parser: two of these still take half a second
 # An automaton of conjoined expressions may need the product of their states.
 MAX_LARK_CONJUNCTIONS = 16
 MAX_CONJOINED_PATTERNS = 8  # within one allOf

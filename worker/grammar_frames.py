@@ -22,6 +22,7 @@ LENGTH = struct.Struct("<I")
 FAILED, OPEN, STOPPED = b"f", b"o", b"s"  # STOPPED: the grammar is complete
 
 MAX_SOURCE_NBYTES = 128 * 1024
+MAX_LARK_REPEATS = 500  # nested repetitions multiply in the library's parser: two of these still take half a second
 OUT_OF_MEMORY = 3  # exit status
 ENDED_FOR_MEMORY = signal.SIGUSR1  # to the largest process when all together take too much
 

@@ -20,7 +20,7 @@ from frontend.api.generate import answer, given_request_id, parsed_body, prepare
 from frontend.api.messages.request import MessagesPrompt
 from frontend.api.openapi import encoded_description
 from frontend.api.request_base import RequestModel
-from frontend.api.request_models import DetokenizeBody, TokenizeBody, parse
+from frontend.api.request_models import DetokenizeBody, TokenizeBody, named_as_by_client, parse
 from frontend.api.routes import GENERATION_ROUTES, MESSAGES, GenerationRoute, error_body
 from frontend.api.stream import DisconnectWatch, encode
 from frontend.callers import ApiCaller, counts_in_quota
@@ -116,7 +116,8 @@ class _Routes:
 
     async def count_tokens(self, http: Request) -> Response:
         async def work(body: TokenizeBody, arrival: RequestContext) -> tuple[Response, int]:
-            ids = await self._service.models.find(body.model).preparer.tokens(body, arrival)
+            with named_as_by_client(MessagesPrompt.CHAT_FIELDS):
+                ids = await self._service.models.find(body.model).preparer.tokens(body, arrival)
             return _json({"input_tokens": len(ids)}), len(ids)
 
         def read(raw: bytes) -> TokenizeBody:

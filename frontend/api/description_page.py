@@ -56,12 +56,17 @@ class DescriptionPage:
         return ("GET",) if _name(path) in ("", "start.js", *_OF_PACKAGE) else ()
 
     async def __call__(self, http: Request) -> Response:
-        name = _name(http.scope["path"])
+        path = http.scope["path"]
+        name = _name(path)
         headers = {**SECURITY_HEADERS, "content-security-policy": _POLICY, "cache-control": "no-cache"}
         if name in _OF_PACKAGE:
             return Response(_file(name), headers={**headers, "content-type": _TYPES[name.rpartition(".")[2]]})
         if name:
             return Response(_START, headers={**headers, "content-type": _TYPES["js"]})
+        if path.endswith("/"):
+            # The page's links are relative, so that it works below a proxy's prefix.
+            levels = len(path) - len(path.rstrip("/"))
+            return Response(status_code=307, headers={**headers, "location": f"{'../' * levels}docs"})
         return Response(_PAGE, headers={**headers, "content-type": "text/html; charset=utf-8"})
 
 

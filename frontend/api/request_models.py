@@ -4,6 +4,7 @@ Types are strict: "16" is not a number.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import (
@@ -172,13 +173,14 @@ Structured = Annotated[StructuredOutputs | None, BeforeValidator(_none_if_empty)
 GuidedChoice = Annotated[Choices | None, BeforeValidator(_none_if_empty)]
 
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+MAX_TOOLS: Final = 512
 
 
 class Function(RequestModel):
     """Function of a tool. `parameters` is the JSON Schema of an object.
 
-    `strict` has no effect: calls always match the schema.
+    With `strict: true` a schema that cannot be enforced completely is refused; others are enforced as far as possible.
     """
 
     name: FunctionName
@@ -419,15 +421,19 @@ class ChatMessage(RequestModel):
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=16384, fail_fast=True)]
-Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatRendering(RequestModel):
-    """Fields that determine a chat's rendered prompt."""
+    """Fields that determine a chat's rendered prompt.
 
+    `EFFORT_IS_HINT`: if the model's template cannot ask for the effort, the request is served all the same.
+    """
+
+    EFFORT_IS_HINT: ClassVar[bool] = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -509,17 +515,24 @@ def converted(model: type[Body], fields: Mapping[str, Any], names: Mapping[str, 
 
     `names`: the other API's names of fields, by those of the model.
     """
+    with named_as_by_client(names):
+        try:
+            return model.model_validate(fields)
+        except ValidationError as error:
+            raise invalid(error) from error
+
+
+@contextmanager
+def named_as_by_client(names: Mapping[str, str]) -> Iterator[None]:
+    """Name fields in InvalidRequest as the client did. Places inside a renamed field are left out, since they differ.
+
+    `names`: the client's names of fields, by ours.
+    """
     try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        refusal = invalid(error)
-        refusal.param = client_name(refusal.param, names)
-        raise refusal from error
-
-
-def client_name(param: str | None, names: Mapping[str, str]) -> str | None:
-    """Return a field as the client named it. Places inside a renamed field are left out, since they differ."""
-    return names.get((param or "").partition(".")[0], param)
+        yield
+    except InvalidRequest as error:
+        error.param = names.get((error.param or "").partition(".")[0], error.param)
+        raise
 
 
 def invalid(error: ValidationError) -> InvalidRequest:

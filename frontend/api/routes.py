@@ -9,10 +9,10 @@ from frontend.api.formats import ChatFormatter, CompletionFormatter
 from frontend.api.formatter import FormatterFactory
 from frontend.api.messages.formatter import MessagesFormatter, anthropic_error
 from frontend.api.messages.request import MessagesBody
-from frontend.api.request_models import ChatBody, CompletionBody, GenerationBody, client_name, parse
+from frontend.api.request_models import ChatBody, CompletionBody, GenerationBody, named_as_by_client, parse
 from frontend.api.responses.formatter import ResponsesFormatter
 from frontend.api.responses.request import ResponsesBody
-from frontend.errors import ApiError, InvalidRequest
+from frontend.errors import ApiError
 from frontend.prepare import Preparer, RequestContext
 from frontend.request import GenerationRequest
 
@@ -56,11 +56,8 @@ def _converted(names: Mapping[str, str]) -> Prepare[ChatBody]:
     """Return the preparation of chats that another API's bodies became; `names` are its names by those of chats."""
 
     async def prepare(preparer: Preparer, body: ChatBody, context: RequestContext) -> list[GenerationRequest]:
-        try:
+        with named_as_by_client(names):
             return await preparer.chat(body, context)
-        except InvalidRequest as error:
-            error.param = client_name(error.param, names)
-            raise
 
     return prepare
 

@@ -12,6 +12,7 @@ class ReasoningStart(Enum):
     INSIDE = "inside"  # the prompt has opened the reasoning
     BEFORE = "before"  # the answer may open it
     AFTER = "after"  # the prompt has closed it: the answer is content only
+    WITHIN_CONTENT = "within_content"  # the answer continues a message of content; further messages may follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,10 @@ class ReasoningFormat(Protocol):
     def parser(self, start: ReasoningStart) -> ReasoningParser:
         """Return a fresh parser of an answer."""
 
-    def grammar(self, start: ReasoningStart, markers: Mapping[str, int], *, has_calls: bool) -> Sequence[str]:
+    def grammar(self, start: ReasoningStart, markers: Mapping[str, int], *, has_headers: bool) -> Sequence[str]:
         """Return Lark rules of an answer whose content matches the rule `content`, `start` among them.
 
-        `markers` holds the ids of those markers that are tokens of their own. `has_calls`: the rule `content` is that
-        of a tool format. The rules may use TEXT.
+        `markers` holds the ids of those markers that are tokens of their own. `has_headers`: the tool
+        format has rules of messages with headers, `content` and `continued` (the rest of a message and those after
+        it). The rules may use TEXT.
         """

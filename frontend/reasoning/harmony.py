@@ -42,18 +42,20 @@ class HarmonyFormat:
         return ReasoningStart.BEFORE
 
     def start_in(self, continued: str) -> ReasoningStart:
-        """Return AFTER: a message that can be continued is content."""
-        return ReasoningStart.AFTER
+        """Return WITHIN_CONTENT: a message that can be continued is content."""
+        return ReasoningStart.WITHIN_CONTENT
 
     def parser(self, start: ReasoningStart) -> "HarmonyParser":
         """Return a fresh parser."""
-        return HarmonyParser()
+        return HarmonyParser(start)
 
-    def grammar(self, start: ReasoningStart, markers: Mapping[str, int], *, has_calls: bool) -> Sequence[str]:
-        """Return rules that allow one message of analysis before the content, which has a header if it has calls."""
+    def grammar(self, start: ReasoningStart, markers: Mapping[str, int], *, has_headers: bool) -> Sequence[str]:
+        """Return rules that allow one message of analysis before the content."""
+        if start is ReasoningStart.WITHIN_CONTENT:
+            return [f"start: {'continued' if has_headers else 'content'}"]
         token = {marker: marker_rule(marker, markers) for marker in self.markers}
         analysis = f'{token[CHANNEL]} "analysis" {token[MESSAGE]} TEXT {token[END]} {token[START]} "assistant"'
-        header = "" if has_calls else f'{token[CHANNEL]} "final" {token[MESSAGE]} '
+        header = "" if has_headers else f'{token[CHANNEL]} "final" {token[MESSAGE]} '
         return [f"start: ({analysis})? {header}content"]
 
 
@@ -63,15 +65,16 @@ HARMONY: Final = HarmonyFormat()
 class HarmonyParser:
     """Incremental parser. It holds back headers and text that may be a marker."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: ReasoningStart) -> None:
+        continues = start is ReasoningStart.WITHIN_CONTENT
         self._buffer = ""
-        self._state = self._read_start
+        self._state = self._read_body if continues else self._read_start
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._target = self._content  # of the current message
         self._closing = ""  # text that the end of the current message adds
         self._separator = ""  # before the next text of the current message
-        self._kinds: set[bool] = set()  # of messages so far: True for reasoning
+        self._kinds = {False} if continues else set()  # of messages so far: True for reasoning
 
     @property
     def in_reasoning(self) -> bool:
@@ -83,7 +86,7 @@ class HarmonyParser:
             pass
         if is_last and self._state == self._read_body:
             self._emit(self._buffer)
-        elif is_last:
+        elif is_last and self._state != self._read_header:  # a limit may cut the answer within a header
             self._content.append(self._buffer)
         parsed = ParsedText("".join(self._reasoning), "".join(self._content))
         self._reasoning.clear()

@@ -43,7 +43,7 @@ class ThinkTagFormat:
         """Return a fresh parser."""
         return ThinkTagParser(start)
 
-    def grammar(self, start: ReasoningStart, markers: Mapping[str, int], *, has_calls: bool) -> Sequence[str]:
+    def grammar(self, start: ReasoningStart, markers: Mapping[str, int], *, has_headers: bool) -> Sequence[str]:
         """Return rules that require the reasoning to be closed once it is open."""
         opened = marker_rule(OPEN, markers)
         inside = start is ReasoningStart.INSIDE

@@ -2,7 +2,7 @@
 
 `calls.py`: their interface; `json_calls.py`: calls as JSON objects; `named_calls.py`: those of Mistral's newer models;
 `xml_calls.py`: those of Qwen3-Coder; `harmony_calls.py`: those of gpt-oss; `sections.py`: the parser of calls between
-markers; `scanning.py`: matching of incomplete text.
+markers; `scanning.py`: matching of incomplete text; `schemas.py`: schemas of arguments for grammars.
 """
 
 from frontend.tool_formats.calls import CallDelta, ToolDelta, ToolFormat, ToolReader, ToolSpec

@@ -5,15 +5,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from frontend.tool_formats.schemas import grammar_schema
+
 MAX_CALLS: Final = 16  # per answer: a model that repeats itself must stop
 
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """Tool's name (needs no JSON escaping) and the JSON Schema of its arguments, which describes an object."""
+    """Tool's name (needs no JSON escaping) and the JSON Schema of its arguments, which describes an object.
+
+    `is_strict`: the schema must be enforced completely.
+    """
 
     name: str
     parameters: dict[str, Any]
+    is_strict: bool = False
+
+    def grammar_schema(self, spacing: Mapping[str, Any]) -> str:
+        """Return the schema for a grammar whose JSON has this spacing."""
+        return grammar_schema(self.parameters, is_strict=self.is_strict, spacing=spacing)
 
 
 @dataclass(frozen=True)

@@ -34,21 +34,24 @@ class HarmonyCallFormat:
     def grammar(
         self, tools: Sequence[ToolSpec], *, must_call: bool, parallel: bool, markers: Mapping[str, int], text: str
     ) -> Sequence[str]:
-        """Return Lark rules of the messages after the analysis."""
+        """Return Lark rules of the messages after the analysis, and of those after the beginning of a final one."""
         token = {marker: marker_rule(marker, markers) for marker in self.markers}
-        lines = []
-        for number, tool in enumerate(tools):
-            schema = json.dumps({**tool.parameters, "x-guidance": _NO_SPACE})
+        calls = []
+        for tool in tools:
             recipient = json.dumps(f"commentary to=functions.{tool.name} ")
-            lines.append(
-                f'call_{number}: {token[CHANNEL]} {recipient} {token[CONSTRAIN]} "json" {token[MESSAGE]} %json {schema}'
-            )
-        lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+            schema = tool.grammar_schema(_NO_SPACE)
+            calls.append(f'{token[CHANNEL]} {recipient} {token[CONSTRAIN]} "json" {token[MESSAGE]} %json {schema}')
+        call = f"call: {' | '.join(calls)}"
+        next_message = f'{token[END]} {token[START]} "assistant"'
         if must_call:
-            return [*lines, "content: call"]
-        preamble = f'{token[CHANNEL]} "commentary" {token[MESSAGE]} TEXT {token[END]} {token[START]} "assistant"'
+            return [call, "content: call", f"continued: TEXT {next_message} call"]
+        preamble = f'{token[CHANNEL]} "commentary" {token[MESSAGE]} TEXT {next_message}'
         final = f'{token[CHANNEL]} "final" {token[MESSAGE]} {text or "TEXT"}'
-        return [*lines, f"content: {final} | ({preamble})? call"]
+        return [
+            call,
+            f"content: {final} | ({preamble})? call",
+            f"continued: {text or 'TEXT'} | TEXT {next_message} call",
+        ]
 
     def call_id(self) -> str:
         """Return a new id of a call."""

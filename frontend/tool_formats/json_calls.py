@@ -55,8 +55,7 @@ class JsonCallFormat:
     ) -> Sequence[str]:
         """Return Lark rules of content that calls `tools`."""
         sections = self.sections
-        lines = [self._call_rule(f"call_{number}", tool, beside_json=bool(text)) for number, tool in enumerate(tools)]
-        lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+        lines = ["call: " + " | ".join(self._call(tool, beside_json=bool(text)) for tool in tools)]
         lines.append(f"calls: {self._calls(markers, self.max_calls if parallel else 1)}")
         opener = marker_rule(sections.opener, markers)
         opened = f"{opener}? calls" if sections.opens_bare else f"{opener} calls"
@@ -76,7 +75,8 @@ class JsonCallFormat:
             return "".join(secrets.choice(_ID_CHARS) for _ in range(self.id_chars))
         return new_call_id()
 
-    def _call_rule(self, rule: str, tool: ToolSpec, *, beside_json: bool) -> str:
+    def _call(self, tool: ToolSpec, *, beside_json: bool) -> str:
+        """Return the Lark expression of a call."""
         head = ("{", '"name"', f': "{tool.name}", "{self.arguments}": ')
         # The lexer prefers the longest lexeme and never goes back. Beside text, a head must therefore be one lexeme;
         # beside other JSON, its lexemes must end where those of JSON end.
@@ -87,8 +87,7 @@ class JsonCallFormat:
         else:
             lexemes = json.dumps("".join(head))
         # The schema is embedded separately, so that references within it still start at its root.
-        schema = json.dumps({**tool.parameters, "x-guidance": SPACING})
-        return f'{rule}: {lexemes} %json {schema} "}}"'
+        return f'{lexemes} %json {tool.grammar_schema(SPACING)} "}}"'
 
     def _calls(self, markers: Mapping[str, int], max_calls: int) -> str:
         """Return the expression of all calls after the first opening marker."""

@@ -39,11 +39,8 @@ class NamedCallFormat:
     ) -> Sequence[str]:
         """Return Lark rules of content that calls `tools`."""
         opener, args = marker_rule(self.opener, markers), marker_rule(ARGS, markers)
-        lines = []
-        for number, tool in enumerate(tools):
-            schema = json.dumps({**tool.parameters, "x-guidance": SPACING})
-            lines.append(f"call_{number}: {json.dumps(tool.name)} {args} %json {schema}")
-        lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+        calls = [f"{json.dumps(tool.name)} {args} %json {tool.grammar_schema(SPACING)}" for tool in tools]
+        lines = [f"call: {' | '.join(calls)}"]
         further = f"({opener} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
         lines.append(f"calls: call {further}")
         if must_call or text:

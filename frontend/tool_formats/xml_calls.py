@@ -12,7 +12,9 @@
     </tool_call>
 
 The parser returns the arguments as JSON, one parameter at a time. Whether a value is a string follows from the tool's
-schema; a value that is not the JSON of the type that the schema requires is returned as a string.
+schema; a value that is not the JSON of the type that the schema requires is returned as a string. A value ends where
+the grammar ends it, which every answer with tools follows: at the first closing tag on a line of its own. Any other
+closing tag is part of the value.
 """
 
 import json
@@ -25,9 +27,10 @@ from frontend.tool_formats.call_states import CallStates
 from frontend.tool_formats.calls import MAX_CALLS, ToolSpec, new_call_id
 from frontend.tool_formats.json_calls import HERMES
 from frontend.tool_formats.scanning import MORE, SPACE, OneOf, match_parts
+from frontend.tool_formats.schemas import grammar_schema
 
 _OPEN, _CLOSE = HERMES.sections.opener, HERMES.sections.closer
-_END_OF_VALUE: Final = "</parameter>"
+_END_OF_VALUE: Final = "\n</parameter>\n"
 _END_OF_CALL: Final = "</function>"
 _NO_SPACE: Final = {"whitespace_flexible": False}
 
@@ -47,9 +50,8 @@ class XmlCallFormat:
         self, tools: Sequence[ToolSpec], *, must_call: bool, parallel: bool, markers: Mapping[str, int], text: str
     ) -> Sequence[str]:
         """Return Lark rules of content that calls `tools`, with the parameters that their schemas name, in order."""
-        lines = [f"call_{number}: {_call(tool)}" for number, tool in enumerate(tools)]
-        lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
-        lines += up_to_marker("value", f"\n{_END_OF_VALUE}\n", {})
+        lines = [f"call: {' | '.join(map(_call, tools))}"]
+        lines += up_to_marker("value", _END_OF_VALUE, {})
         opener, closer = marker_rule(_OPEN, markers), marker_rule(_CLOSE, markers)
         section = f'"\\n" call "\\n" {closer}'
         further = f'("\\n" {opener} {section}){{0,{MAX_CALLS - 1}}}' if parallel else ""
@@ -68,17 +70,16 @@ QWEN3_CODER: Final = XmlCallFormat()
 
 def _call(tool: ToolSpec) -> str:
     """Return the Lark expression of a call."""
-    required = tool.parameters.get("required", ())
+    required = tool.parameters.get("required")
+    required = required if isinstance(required, list) else []
     definitions = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    parts = [json.dumps(f"<function={tool.name}>\n")]
+    parts, end = [json.dumps(f"<function={tool.name}>\n")], json.dumps(_END_OF_VALUE)
     for name, schema in _properties(tool).items():
-        end = json.dumps(f"\n{_END_OF_VALUE}\n")
         if not _is_text(schema):
-            embedded = {**(schema if isinstance(schema, dict) else {}), **definitions, "x-guidance": _NO_SPACE}
-            value = f"%json {json.dumps(embedded)} {end}"
-        elif "enum" in schema or "const" in schema:
-            texts = schema.get("enum", [schema.get("const")])
-            value = "(" + " | ".join(json.dumps(text) for text in texts) + f") {end}"
+            embedded = {**(schema if isinstance(schema, dict) else {}), **definitions}
+            value = f"%json {grammar_schema(embedded, is_strict=tool.is_strict, spacing=_NO_SPACE)} {end}"
+        elif (texts := _fixed(schema)) is not None:
+            value = "(" + " | ".join(map(json.dumps, texts)) + f") {end}"
         else:
             value = "value"
         parameter = f"{json.dumps(f'<parameter={name}>' + chr(10))} {value}"
@@ -95,10 +96,16 @@ def _is_text(schema: Any) -> bool:
     """Return True if values of the schema are strings, which have no quotes."""
     if not isinstance(schema, dict):
         return False
-    fixed = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(fixed, list):
-        return bool(fixed) and all(isinstance(value, str) for value in fixed)
-    return schema.get("type") == "string"
+    fixed = _fixed(schema)
+    if fixed is None:
+        return schema.get("type") == "string"
+    return bool(fixed) and all(isinstance(value, str) for value in fixed)
+
+
+def _fixed(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the values that the schema lists; None if it lists none."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values if isinstance(values, list) else None
 
 
 class XmlCallReader(CallStates):
@@ -110,15 +117,18 @@ class XmlCallReader(CallStates):
         self._state = self._read_text
         self._tool = ""  # of the current call
         self._parameter = ""  # name of the current parameter
+        self._value: list[str] = []  # its value so far
         self._num_parameters = 0
 
     @property
     def is_complete(self) -> bool:
-        return self._num_calls > 0 and self._state not in (self._read_parameter, self._read_value)
+        within = (self._read_parameter, self._read_line_break, self._read_value)
+        return self._num_calls > 0 and self._state not in within
 
     def _release(self) -> None:
-        if self._state == self._read_value:
-            self._emit_value(self._buffer, is_whole=False)
+        if self._state in (self._read_line_break, self._read_value):
+            self._value.append(self._buffer)
+            self._emit_value(is_whole=False)
         elif self._state in (self._read_text, self._read_head):
             self._emit_text(self._syntax + self._buffer)
 
@@ -151,7 +161,7 @@ class XmlCallReader(CallStates):
         found = match_parts(self._buffer, (SPACE, "<parameter=", names, ">")) if names.names else None
         if found is not None and found is not MORE:
             self._parameter = found.name
-            self._buffer, self._state = self._buffer[found.end :], self._read_value
+            self._buffer, self._state = self._buffer[found.end :], self._read_line_break
             return True
         end = match_parts(self._buffer, (SPACE, _END_OF_CALL))
         if found is MORE or end is MORE:
@@ -162,13 +172,25 @@ class XmlCallReader(CallStates):
         self._state, self._follows_call = self._read_after, True
         return True
 
-    def _read_value(self) -> bool:
-        value, tag, after = self._buffer.partition(_END_OF_VALUE)
-        if not tag:
+    def _read_line_break(self) -> bool:
+        """Skip the line break before a value, which cannot be part of its end."""
+        if not self._buffer:
             return False
-        self._emit_value(value, is_whole=True)
-        self._buffer, self._state = after, self._read_parameter
+        self._buffer, self._state = self._buffer.removeprefix("\n"), self._read_value
         return True
+
+    def _read_value(self) -> bool:
+        # Only the new text and the tail that may be part of the end are searched: values may be whole files.
+        value, end, after = self._buffer.partition(_END_OF_VALUE)
+        if end:
+            self._value.append(value)
+            self._emit_value(is_whole=True)
+            self._buffer, self._state = after, self._read_parameter
+            return True
+        keep = len(self._buffer) - partial_length(self._buffer, _END_OF_VALUE)
+        self._value.append(self._buffer[:keep])
+        self._buffer = self._buffer[keep:]
+        return False
 
     def _read_after(self) -> bool:
         found = match_parts(self._buffer, (SPACE, _CLOSE))
@@ -179,10 +201,10 @@ class XmlCallReader(CallStates):
         self._state = self._read_text
         return True
 
-    def _emit_value(self, value: str, *, is_whole: bool) -> None:
+    def _emit_value(self, *, is_whole: bool) -> None:
         """Return a parameter as a member of a JSON object. The value of an answer that was cut is not closed."""
-        value = value.removeprefix("\n")
-        text = value.removesuffix("\n") if is_whole else value
+        text = "".join(self._value)
+        self._value.clear()
         if _is_text(self._properties[self._tool][self._parameter]) or (is_whole and not _is_json(text)):
             text = json.dumps(text, ensure_ascii=False)
             text = text if is_whole else text[:-1]

@@ -59,6 +59,8 @@ async def test_the_description_is_shown_by_a_page_without_other_hosts(front: Any
                 assert "https://" not in text
     async with front.http.get(front.url + "/docs/swagger-ui-bundle.js") as response:
         assert len(await response.read()) > 10**6
+    async with front.http.get(front.url + "/docs/") as response:
+        assert (response.status, response.url.path) == (200, "/docs")
     status, _ = await front.get("/docs/nothing.js")
     assert status == 404
 

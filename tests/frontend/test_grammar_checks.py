@@ -132,7 +132,7 @@ async def test_a_verdict_is_kept(front: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def tools(count: int, padding: int = 0) -> list[dict[str, Any]]:
-    schema = {"type": "object", "properties": {"a": {"type": "string", "description": "x" * padding}}}
+    schema = {"type": "object", "properties": {"a": {"enum": ["x" * padding]}}}
     return [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(count)]
 
 

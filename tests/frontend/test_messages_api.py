@@ -166,9 +166,26 @@ async def test_the_stop_reason_says_what_ended_the_answer(
 async def test_a_call_that_was_cut_off_is_not_returned_as_one(serve_family: Any) -> None:
     async with serve_family("qwen3") as (front, model), client_of(front) as client:
         model.answers(f"look:{CALL[:-20]}", LENGTH)
-        message = await client.messages.create(model="tiny", max_tokens=9, messages=USER, tools=TOOLS)
+        message = await client.messages.create(model="tiny", max_tokens=999, messages=USER, tools=TOOLS)
+        events = await client.messages.create(model="tiny", max_tokens=999, messages=USER, tools=TOOLS, stream=True)
+        streamed = [event async for event in events]
     assert message.stop_reason == "max_tokens"
     assert [block.type for block in message.content] == ["text"]
+    inputs = [event.delta for event in streamed if event.type == "content_block_delta"]
+    assert "".join(delta.partial_json for delta in inputs if delta.type == "input_json_delta") == '{"city":'
+    assert [event.type for event in streamed[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
+    assert streamed[-2].delta.stop_reason == "max_tokens"
+
+
+@pytest.mark.parametrize("value", ['{"a":' * 400 + "1" + "}" * 400, r'"\ud800"', "1e999"], ids=["deep", "half", "inf"])
+async def test_a_call_whose_input_no_json_can_hold_is_not_returned(serve_family: Any, value: str) -> None:
+    call = f'<tool_call>\n{{"name": "now", "arguments": {{"a": {value}}}}}\n</tool_call>'
+    async with serve_family("qwen3") as (front, model):
+        model.answers(f"look:{call}")
+        body = {"max_tokens": 3500, "messages": USER, "tools": [{"name": "now", "input_schema": {"type": "object"}}]}
+        status, message = await front.post(MESSAGES, body)
+    assert status == 200, message
+    assert [block["type"] for block in message["content"]] == ["text"]
 
 
 async def test_a_message_of_the_assistant_at_the_end_is_continued(serve_family: Any) -> None:
@@ -195,6 +212,32 @@ async def test_thinking_is_switched_as_the_template_allows(
         seen = model.answers("c")
         await client.messages.create(model="tiny", max_tokens=9, messages=USER, **fields)
     assert model.prompt(seen[0]).endswith(ending)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"output_config": {"effort": "max"}},
+        {"thinking": {"type": "adaptive"}, "output_config": {"effort": "xhigh"}},
+    ],
+)
+@pytest.mark.parametrize("family", ["deepseek", "mistral", "harmony"])
+async def test_an_effort_for_which_the_template_cannot_ask_is_a_hint(
+    serve_family: Any, family: str, fields: dict[str, Any]
+) -> None:
+    async with serve_family(family) as (front, model):
+        model.answers("<|channel|>final<|message|>c" if family == "harmony" else "c")
+        assert (await front.post(MESSAGES, {"messages": USER, "max_tokens": 9, **fields}))[0] == 200
+        assert (await front.post(COUNT, {"messages": USER, **fields}))[0] == 200
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+async def test_reasoning_that_cannot_be_disabled_is_refused(serve_family: Any, path: str) -> None:
+    body: dict[str, Any] = {"messages": USER, "thinking": {"type": "disabled"}}
+    async with serve_family("harmony") as (front, _):
+        status, refusal = await front.post(path, body | ({"max_tokens": 9} if path == MESSAGES else {}))
+    assert (status, refusal["error"]["param"]) == (400, "thinking")
 
 
 async def test_tokens_are_counted_as_the_prompt_has_them(serve_family: Any) -> None:
@@ -262,6 +305,44 @@ async def test_an_invalid_body_is_refused_in_anthropics_form_with_the_fields_nam
     assert (status, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
     assert body["error"]["param"] == param
     assert says in body["error"]["message"]
+
+
+async def test_what_claude_code_sends_is_taken(serve_family: Any) -> None:
+    name = f"mcp__server__{'t' * 115}"
+    schema = {"type": "object", "properties": {"answers": {"type": "object", "propertyNames": {"type": "string"}}}}
+    hint = {"type": "ephemeral", "ttl": "1h", "scope": "global"}
+    turns = [
+        *USER,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": name, "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "so"}]},
+    ]
+    body: dict[str, Any] = {
+        "messages": turns,
+        "max_tokens": 999,
+        "system": [{"type": "text", "text": "Be kind.", "cache_control": hint}],
+        "tools": [{"name": name, "input_schema": schema, "cache_control": hint}],
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    }
+    call = f'<tool_call>\n{{"name": "{name}", "arguments": {{"answers": {{}}}}}}\n</tool_call>'
+    async with serve_family("qwen3") as (front, model):
+        seen = model.answers(call)
+        status, message = await front.post(MESSAGES, body)
+        assert status == 200, message
+        for accepted in ({}, {"edits": []}):
+            assert (await front.post(MESSAGES, body | {"context_management": accepted}))[0] == 200
+        edit = {"type": "clear_tool_uses_20250919"}
+        status, refusal = await front.post(MESSAGES, body | {"context_management": {"edits": [edit]}})
+        assert (status, refusal["error"]["param"]) == (400, "context_management")
+        tools = [tool | {"strict": True} for tool in body["tools"]]
+        status, refusal = await front.post(MESSAGES, body | {"tools": tools})
+        assert (status, refusal["error"]["param"]) == (400, "tools")
+        assert "propertyNames" in refusal["error"]["message"]
+    assert (message["content"][0]["name"], message["content"][0]["input"]) == (name, {"answers": {}})
+    assert seen[0].hints.lifetime_s == 3600
+    assert model.accepts(seen[0], call)
+    many = [{"name": f"tool_{number}"} for number in range(512)]
+    chat = MessagesBody.model_validate({"max_tokens": 1, "messages": USER, "tools": many}).to_chat()
+    assert len(chat.tools or ()) == 512
 
 
 def test_a_named_tool_needs_its_name() -> None:

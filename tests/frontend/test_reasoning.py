@@ -188,6 +188,41 @@ async def test_a_continued_answer_is_in_its_reasoning_if_the_message_is(serve_fa
             assert (message["reasoning_content"], message["content"]) == expected
 
 
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+async def test_a_continued_message_of_gpt_oss_ends_before_a_call(serve_family: Any, tool_choice: str) -> None:
+    call = "<|end|><|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    messages = [*USER, {"role": "assistant", "content": "well"}]
+    fields = {"continue_final_message": True, "add_generation_prompt": False, "tools": TOOLS}
+    async with serve_family("harmony") as (front, model):
+        seen = model.answers(f" so{call}")
+        choice = (await ask(front, messages=messages, tool_choice=tool_choice, **fields))["choices"][0]
+        assert model.prompt(seen[0]).endswith("well")
+        assert choice["message"]["content"] == " so"
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+        assert model.accepts(seen[0], f" so{call}")
+        assert model.accepts(seen[0], " so") == (tool_choice == "auto")
+        assert not model.accepts(seen[0], "<|channel|>final<|message|>so")
+
+
+async def test_a_limit_within_a_header_of_gpt_oss_leaves_no_content(serve_family: Any) -> None:
+    async with serve_family("harmony") as (front, model):
+        model.answers("<|channel|>analysis<|message|>why<|end|><|start|>assistant", worker_pb2.FINISH_LENGTH)
+        choice = (await ask(front))["choices"][0]
+    assert (choice["message"]["reasoning_content"], choice["finish_reason"]) == ("why", "length")
+    assert not choice["message"]["content"]
+
+
+async def test_gpt_oss_with_calls_of_hermes_has_headers(serve_family: Any) -> None:
+    async with serve_family("harmony", own_tool_call_parser="hermes") as (front, model):
+        seen = model.answers(f"<|channel|>final<|message|>{NOW}")
+        choice = (await ask(front, tools=TOOLS))["choices"][0]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "now"
+        assert model.accepts(seen[0], f"<|channel|>final<|message|>{NOW}")
+        fields = {"continue_final_message": True, "add_generation_prompt": False, "tools": TOOLS}
+        await ask(front, messages=[*USER, {"role": "assistant", "content": "well"}], **fields)
+        assert model.accepts(seen[1], f"so{NOW}")
+
+
 async def test_an_invalid_part_of_a_grammar_after_reasoning_is_named(serve_family: Any) -> None:
     async with serve_family("qwen3") as (front, _):
         for fields, param in (

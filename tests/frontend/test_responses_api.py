@@ -148,6 +148,39 @@ async def test_log_probabilities_are_those_of_the_text(serve_family: Any) -> Non
     assert all(len(entry.top_logprobs) == 2 for entry in logprobs)
 
 
+async def test_a_stream_has_the_log_probabilities_of_all_tokens(serve_family: Any) -> None:
+    body: dict[str, Any] = {"input": "hi", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    async with serve_family("qwen3") as (front, model), client_of(front) as client:
+        model.answers("<think>\nwhy\n</think>\n\n🎉😀 so")  # of several tokens a character
+        whole = (await client.responses.create(model="tiny", **body)).output[1].content[0]
+        events = [event async for event in await client.responses.create(model="tiny", stream=True, **body)]
+    found = {event.type: event for event in events}
+    expected = [entry.to_dict() for entry in whole.logprobs]
+
+    def plain(entries: Any) -> list[Any]:
+        return [entry.to_dict() for entry in entries]
+
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [entry for event in deltas for entry in plain(event.logprobs)] == expected
+    assert "".join(event.delta for event in deltas) == whole.text
+    assert plain(found["response.output_text.done"].logprobs) == expected
+    assert plain(found["response.content_part.done"].part.logprobs) == expected
+    assert plain(found["response.output_item.done"].item.content[0].logprobs) == expected
+    assert plain(found["response.completed"].response.output[1].content[0].logprobs) == expected
+
+
+async def test_a_call_has_no_log_probabilities_in_a_message(serve_family: Any) -> None:
+    body: dict[str, Any] = {"input": "hi", "top_logprobs": 0, "include": ["message.output_text.logprobs"]}
+    async with serve_family("qwen3") as (front, model), client_of(front) as client:
+        model.answers(f"look:{CALL}")
+        async with client.responses.stream(model="tiny", tools=TOOLS, **body) as stream:
+            async for _ in stream:
+                pass
+            final = await stream.get_final_response()
+    assert [item.type for item in final.output] == ["message", "function_call"]
+    assert "".join(entry.token for entry in final.output[0].content[0].logprobs) == "look:"
+
+
 @pytest.mark.parametrize(
     ("effort", "ending"), [("none", "<think>\n\n</think>\n\n"), ("low", "<|im_start|>assistant\n")]
 )
@@ -205,6 +238,17 @@ async def test_an_invalid_body_is_refused_with_the_fields_name(
     assert status == 400
     assert body["error"]["param"] == param
     assert says in body["error"]["message"]
+
+
+async def test_metadata_has_openais_limits(front: Any, cluster: Any) -> None:
+    cluster.answer_with(lambda submit: ([5, 3], worker_pb2.FINISH_STOP))
+    accepted = {str(number).rjust(64, "k"): "v" * 512 for number in range(16)}
+    status, response = await front.post(RESPONSES, {"input": "hi", "metadata": accepted})
+    assert (status, response["metadata"]) == (200, accepted)
+    for refused in (accepted | {"k": "v"}, {"k" * 65: "v"}, {"k": "v" * 513}, {"k": 1}):
+        status, body = await front.post(RESPONSES, {"input": "hi", "metadata": refused})
+        assert status == 400
+        assert body["error"]["param"].startswith("metadata")
 
 
 async def test_an_error_within_a_stream_fails_the_response(front: Any, cluster: Any) -> None:

@@ -144,12 +144,13 @@ async def test_parameters_between_tags_have_the_types_of_their_schemas(serve_fam
         return f"<tool_call>\n<function=weather>\n{inside}</function>\n</tool_call>"
 
     async with serve_family("qwen3_coder") as (front, model):
-        seen = model.answers(call(unit="C", days="3", note='say "so"\n\n5', on="true"))
+        seen = model.answers(call(unit="C", days="3", note='say "so"\n\n</parameter> 5', on="true"))
         message = (await ask(front, tools=tools))["message"]
         arguments = json.loads(message["tool_calls"][0]["function"]["arguments"])
-        assert arguments == {"unit": "C", "days": 3, "note": 'say "so"\n\n5', "on": True}
+        assert arguments == {"unit": "C", "days": 3, "note": 'say "so"\n\n</parameter> 5', "on": True}
         assert model.accepts(seen[0], call(unit="F"))
         assert model.accepts(seen[0], call(unit="C", days="3", note="5 </param", on="false"))
+        assert model.accepts(seen[0], call(unit="C", note="a </parameter> b\n</parameter> c"))
         for wrong in ({"unit": "K"}, {"days": "3"}, {"unit": "C", "days": "0"}, {"unit": "C", "on": "True"}):
             assert not model.accepts(seen[0], call(**wrong))
 

@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from pydantic_core import from_json
+
 from frontend.api.formatter import ResponseFormatter, ResponseOptions, ToolCallFormatter, extension_of
 from frontend.api.stream import encode, event
 from frontend.errors import ApiError
@@ -140,9 +142,13 @@ class MessagesFormatter(ResponseFormatter):
 
 
 def _object(arguments: str) -> dict[str, Any] | None:
-    """Return the JSON object of a call's arguments; None if it is incomplete."""
+    """Return the JSON object of a call's arguments; None if it is incomplete or cannot be sent.
+
+    No response holds an infinite number (1e999) or half a surrogate pair, and no later request a deeply nested value.
+    """
     try:
-        value = json.loads(arguments or "{}")
+        value = from_json(arguments or "{}")
+        json.dumps(value, allow_nan=False)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

@@ -8,12 +8,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
 
 from frontend.api.hints import CacheControl, Hints
 from frontend.api.request_base import MAX_TOKEN_ID, RequestModel
 from frontend.api.request_models import (
     EXTENSIONS,
+    MAX_TOOLS,
     CacheSalt,
     ChatBody,
     FunctionName,
@@ -27,12 +28,18 @@ from frontend.api.request_models import (
 from frontend.errors import InvalidRequest
 
 
+class AnthropicCacheControl(CacheControl):
+    """The hint as Anthropic's clients send it; `scope` and other fields, which a hint does not need, are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 class TextBlock(RequestModel):
     """Text of a message, of the system prompt or of a tool's result."""
 
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = None
+    cache_control: AnthropicCacheControl | None = None
 
 
 class ThinkingBlock(RequestModel):
@@ -49,7 +56,7 @@ class ToolUseBlock(RequestModel):
     id: str
     name: FunctionName
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
+    cache_control: AnthropicCacheControl | None = None
 
 
 def _as_blocks(value: Any) -> Any:
@@ -77,7 +84,7 @@ class ToolResultBlock(RequestModel):
     tool_use_id: str
     content: Texts | None = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: AnthropicCacheControl | None = None
 
 
 Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
@@ -123,13 +130,17 @@ class AnthropicMessage(RequestModel):
 
 
 class AnthropicTool(RequestModel):
-    """Tool of the client. Anthropic's own tools, which have another type, are not supported."""
+    """Tool of the client. Anthropic's own tools, which have another type, are not supported.
+
+    With `strict: true` a schema that cannot be enforced completely is refused.
+    """
 
     name: FunctionName
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    cache_control: CacheControl | None = None
+    strict: bool | None = None
+    cache_control: AnthropicCacheControl | None = None
 
     @field_validator("type")
     @classmethod
@@ -168,12 +179,18 @@ class OutputConfig(RequestModel):
     format: OutputFormat | None = None
 
 
+class MessagesTokenizeBody(TokenizeBody):
+    """Body that a MessagesPrompt becomes."""
+
+    EFFORT_IS_HINT = True  # as in MessagesChat
+
+
 class MessagesPrompt(RequestModel):
     """Fields that determine the prompt; the body of POST /v1/messages/count_tokens."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "container": (),
-        "context_management": ({},),
+        "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
         "mcp_servers": ([],),
         "prefill": (),
     }
@@ -187,11 +204,11 @@ class MessagesPrompt(RequestModel):
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=16384, fail_fast=True)]
     system: Texts | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    cache_control: AnthropicCacheControl | None = None
 
     def rendering(self) -> dict[str, Any]:
         """Return the fields of the chat that determine its prompt. Raises InvalidRequest."""
@@ -215,7 +232,7 @@ class MessagesPrompt(RequestModel):
 
     def to_tokenize(self) -> TokenizeBody:
         """Return the body that counts the prompt's tokens. Raises InvalidRequest."""
-        return converted(TokenizeBody, self.rendering(), self.CHAT_FIELDS)
+        return converted(MessagesTokenizeBody, self.rendering(), self.CHAT_FIELDS)
 
     def _effort(self) -> str | None:
         if self.thinking is not None and self.thinking.type == "disabled":
@@ -228,6 +245,7 @@ class MessagesChat(ChatBody):
     """Chat that a MessagesBody becomes."""
 
     ID_PREFIX = "msg_"
+    EFFORT_IS_HINT = True  # agents send it without knowing the model
 
 
 class MessagesBody(MessagesPrompt):
@@ -288,7 +306,7 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
 
 def _tool(tool: AnthropicTool) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function} | _cached(tool)
+    return {"type": "function", "function": {**function, "strict": tool.strict}} | _cached(tool)
 
 
 def _choice(choice: AnthropicToolChoice) -> Any:

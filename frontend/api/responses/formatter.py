@@ -1,5 +1,6 @@
 """Responses of OpenAI's Responses API: a list of output items, whole or as events."""
 
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -17,6 +18,7 @@ _DELTAS: Final = {
     "message": "response.output_text",
     "function_call": "response.function_call_arguments",
 }
+_DELTA_OF_MESSAGE: Final = f"{_DELTAS['message']}.delta"
 
 
 class ResponsesFormatter(ResponseFormatter):
@@ -36,6 +38,10 @@ class ResponsesFormatter(ResponseFormatter):
         self._num_reasoning = 0
         self._sequence_number = -1
         self._items: list[_Item] = []
+        self._unsent: list[ScoredToken] = []  # tokens whose text may belong to a message
+        self._streams = False
+        # Stands for a message's log-probabilities in the events of a stream that repeat them.
+        self._mark = secrets.token_hex(16)
 
     def whole(self, steps: Sequence[OutputChunk]) -> dict[str, Any]:
         [step] = steps
@@ -44,6 +50,7 @@ class ResponsesFormatter(ResponseFormatter):
         return response
 
     def events(self, index: int, step: OutputChunk) -> bytes:
+        self._streams = True
         return b"".join(self._event(kind, fields) for kind, fields in self._events(step))
 
     def failure(self, error: ApiError) -> bytes:
@@ -52,7 +59,12 @@ class ResponsesFormatter(ResponseFormatter):
 
     def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
         self._sequence_number += 1
-        return event(encode({"type": kind, "sequence_number": self._sequence_number, **fields}), kind)
+        data = encode({"type": kind, "sequence_number": self._sequence_number, **fields})
+        for index, item in enumerate(self._items):
+            # They are encoded only once: those of a long answer take seconds, and are in four of its last events.
+            if item.encoded_logprobs and kind != _DELTA_OF_MESSAGE:
+                data = data.replace(encode(self._mark_of(index)), b"[" + b",".join(item.encoded_logprobs) + b"]")
+        return event(data, kind)
 
     def _events(self, step: OutputChunk) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (type, fields) of the events of a step, and apply them to the output items."""
@@ -65,16 +77,21 @@ class ResponsesFormatter(ResponseFormatter):
         if step.reasoning:
             yield from self._within("reasoning")
             yield self._delta(step.reasoning)
+        self._unsent += step.scores[step.num_reasoning_tokens :]
         delta: dict[str, Any] = {"content": step.text} if self._calls is None else self._calls.delta(step)
         if delta.get("content"):
             yield from self._within("message")
-            yield self._delta(delta["content"], step.scores[step.num_reasoning_tokens :])
+            yield self._delta(delta["content"])
+        if delta.get("tool_calls"):
+            self._unsent.clear()
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 yield from self._opened(_Item("function_call", self._item_id(), call["id"], call["function"]["name"]))
             if arguments := call["function"]["arguments"]:
                 yield self._delta(arguments)
         if step.finish_reason is not None:
+            if self._unsent and self._items and self._items[-1].kind == "message":
+                yield self._delta("")  # tokens without text, such as the one that ends the answer
             yield from self._closed("incomplete" if step.finish_reason == "length" else "completed")
             ended = self._ended(step)
             yield f"response.{ended['status']}", {"response": ended}
@@ -98,7 +115,7 @@ class ResponsesFormatter(ResponseFormatter):
         item.status = status
         done: dict[str, Any] = {"text": item.text}
         if item.kind == "message":
-            done["logprobs"] = self._logprobs(item.scores)
+            done["logprobs"] = self._logprobs(item)
         elif item.kind == "function_call":
             done = {"arguments": item.text, "name": item.name}
         yield f"{_DELTAS[item.kind]}.done", {**self._place(), **done}
@@ -106,12 +123,25 @@ class ResponsesFormatter(ResponseFormatter):
             yield "response.content_part.done", {**self._place(), "part": self._part(item)}
         yield "response.output_item.done", {"output_index": self._at, "item": self._item(item)}
 
-    def _delta(self, text: str, scores: Sequence[ScoredToken] = ()) -> tuple[str, dict[str, Any]]:
+    def _delta(self, text: str) -> tuple[str, dict[str, Any]]:
         item = self._items[-1]
-        item.text += text
-        item.scores += scores
-        logprobs = {"logprobs": self._logprobs(scores)} if item.kind == "message" else {}
-        return f"{_DELTAS[item.kind]}.delta", {**self._place(), "delta": text, **logprobs}
+        item.pieces.append(text)
+        fields = {**self._place(), "delta": text}
+        if item.kind == "message":
+            fields["logprobs"] = self._new_logprobs(item)
+        return f"{_DELTAS[item.kind]}.delta", fields
+
+    def _new_logprobs(self, item: "_Item") -> list[dict[str, Any]]:
+        """Return the log-probabilities of tokens that were not sent yet, and add them to the item."""
+        if self._view.num_top is None or not self._unsent:
+            return []
+        entries: list[dict[str, Any]] = of_chat(self._unsent, self._view.num_top, as_ids=False)["content"]
+        self._unsent.clear()
+        if self._streams:
+            item.encoded_logprobs.append(encode(entries)[1:-1])
+        else:
+            item.logprobs += entries
+        return entries
 
     @property
     def _at(self) -> int:
@@ -131,13 +161,14 @@ class ResponsesFormatter(ResponseFormatter):
 
     def _part(self, item: "_Item") -> dict[str, Any]:
         part = item.part() | {"text": item.text}
-        return part | {"logprobs": self._logprobs(item.scores)} if item.kind == "message" else part
+        return part | {"logprobs": self._logprobs(item)} if item.kind == "message" else part
 
-    def _logprobs(self, scores: Sequence[ScoredToken]) -> list[dict[str, Any]]:
-        if self._view.num_top is None:
-            return []
-        entries: list[dict[str, Any]] = of_chat(scores, self._view.num_top, as_ids=False)["content"]
-        return entries
+    def _logprobs(self, item: "_Item") -> list[dict[str, Any]] | str:
+        """Return a message's log-probabilities, or the mark that `_event` replaces by them."""
+        return self._mark_of(self._items.index(item)) if item.encoded_logprobs else item.logprobs
+
+    def _mark_of(self, index: int) -> str:
+        return f"{self._mark}-{index}"
 
     def _ended(self, step: OutputChunk) -> dict[str, Any]:
         is_cut = step.finish_reason == "length"
@@ -198,9 +229,14 @@ class _Item:
         self.item_id = f"{prefix}_{number}"
         self.call_id = call_id
         self.name = name
-        self.text = ""
-        self.scores: list[ScoredToken] = []
+        self.pieces: list[str] = []
+        self.logprobs: list[dict[str, Any]] = []  # of a response that is not streamed
+        self.encoded_logprobs: list[bytes] = []  # of a stream, without brackets
         self.status = "in_progress"
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
     @property
     def has_part(self) -> bool:

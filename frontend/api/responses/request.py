@@ -13,6 +13,7 @@ from frontend.api.hints import Hints
 from frontend.api.request_base import MAX_TOKEN_ID, RequestModel
 from frontend.api.request_models import (
     EXTENSIONS,
+    MAX_TOOLS,
     CacheSalt,
     ChatBody,
     FunctionName,
@@ -163,6 +164,12 @@ class ResponsesChat(ChatBody):
     ID_PREFIX = "resp_"
 
 
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16, fail_fast=True),
+]
+
+
 class ResponsesBody(RequestModel):
     """Body of POST /v1/responses. `store` must not be true, since nothing is stored."""
 
@@ -196,7 +203,7 @@ class ResponsesBody(RequestModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: NumTop | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[
         Any, PlainValidator(_tool_choice), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})
     ] = None
@@ -204,7 +211,7 @@ class ResponsesBody(RequestModel):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     prompt_cache_key: SessionId | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from frontend.reasoning import DEEPSEEK_R1, HARMONY, QWEN3, ParsedText, ReasoningFormat, ReasoningStart
 
 INSIDE, BEFORE, AFTER = ReasoningStart.INSIDE, ReasoningStart.BEFORE, ReasoningStart.AFTER
+WITHIN_CONTENT = ReasoningStart.WITHIN_CONTENT
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 COMMENTARY = "<|channel|>commentary<|message|>"
 NEXT = "<|end|><|start|>assistant"
@@ -72,7 +73,9 @@ def test_where_an_answer_begins_follows_from_the_end_of_its_prompt() -> None:
             f"{LEFT_CALL}{{}}",
         ),
         (f"{ANALYSIS}why", "why", ""),
-        ("<|channel|>anal", "", "<|channel|>anal"),
+        ("<|channel|>anal", "", ""),
+        (f"{ANALYSIS}why{NEXT}<|channel|>fin", "why", ""),
+        (f"{FINAL}so{NEXT}<|channel|>commentary to=functions.look <|constrain|>js", "", "so"),
         (f"so {FINAL}", "", f"so {FINAL}"),
         (f"{FINAL}so<|end|>more", "", "somore"),
         ("<|channel|>" + "x" * 300 + "<|message|>so", "", "<|channel|>" + "x" * 300 + "<|message|>so"),
@@ -83,6 +86,14 @@ def test_the_channel_analysis_is_reasoning_and_what_is_no_message_is_content(
     text: str, reasoning: str, content: str
 ) -> None:
     assert parse(HARMONY, BEFORE, [text]) == ParsedText(reasoning, content)
+
+
+def test_a_message_that_continues_content_has_no_header() -> None:
+    assert parse(HARMONY, WITHIN_CONTENT, ["so<|return|>"]) == ParsedText("", "so")
+    assert parse(HARMONY, WITHIN_CONTENT, [f"so{NEXT}{CALL}{{}}<|call|>"]) == ParsedText(
+        "", f"so{LEFT_CALL}{{}}<|call|>"
+    )
+    assert parse(HARMONY, WITHIN_CONTENT, [f"so{NEXT}{ANALYSIS}why{NEXT}{FINAL}so"]) == ParsedText("why", "so\nso")
 
 
 def pieces_of(fragments: list[str]) -> st.SearchStrategy[tuple[str, list[str]]]:

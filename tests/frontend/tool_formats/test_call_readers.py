@@ -1,5 +1,8 @@
 """Parsers of tool calls: what is a call and what is content, however the text is split into pieces."""
 
+import json
+from time import process_time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,6 +81,27 @@ CASES: list[tuple[ToolFormat, str, Read]] = [
     (QWEN3_CODER, "<tool_call>\n<function=other>", ("ALL", [])),
     (QWEN3_CODER, "<tool_call>\n<function=lo", ("ALL", [])),
     (QWEN3_CODER, "<tool_call>\n<function=look>\n<parameter=where>\nUlm", ("", [("look", '{"where": "Ulm')])),
+    (
+        QWEN3_CODER,
+        "<tool_call>\n<function=look>\n<parameter=where>\nends with </parameter> in XML.\n</parameter> so\n"
+        "</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        ("", [("look", '{"where": "ends with </parameter> in XML.\\n</parameter> so", "days": 3}')]),
+    ),
+    (
+        QWEN3_CODER,
+        "<tool_call>\n<function=look>\n<parameter=where>\n</parameter>\n\n</parameter>\n</function>\n</tool_call>",
+        ("", [("look", '{"where": "</parameter>\\n"}')]),
+    ),
+    (
+        QWEN3_CODER,
+        "<tool_call>\n<function=look>\n<parameter=where>\n\n</parameter>\n</function>\n</tool_call>",
+        ("", [("look", '{"where": ""}')]),
+    ),
+    (
+        QWEN3_CODER,
+        "<tool_call>\n<function=look>\n<parameter=where>\nUlm\n</par",
+        ("", [("look", '{"where": "Ulm\\n</par')]),
+    ),
     (QWEN3_CODER, "<tool_call>\n<function=look>\n<para", ("", [("look", "{")])),
     (QWEN3_CODER, "<tool_call><function=now>\nso", ("so", [("now", "{}")])),
     (OPENAI, f"so{HARMONY_CALL}", ("so", [LOOK])),
@@ -128,6 +152,21 @@ def test_a_call_is_returned_as_it_comes() -> None:
     assert not reader.is_complete
     assert reader.feed('": 1}', is_last=False).calls == (CallDelta(0, None, '": 1}'),)
     assert reader.is_complete
+
+
+def test_a_value_that_is_a_long_file_is_read_in_linear_time() -> None:
+    text = "line </\n" * 100_000
+    begin = process_time()
+    content, calls = read(
+        QWEN3_CODER,
+        [
+            "<tool_call>\n<function=look>\n<parameter=where>\n",
+            *(text[at : at + 8] for at in range(0, len(text), 8)),
+            "\n</parameter>\n</function>\n</tool_call>",
+        ],
+    )
+    assert process_time() - begin < 3  # 0.3 s; searching the whole value for each piece takes 9 s
+    assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == ("", [("look", {"where": text})])
 
 
 def test_ids_have_the_form_that_templates_require() -> None:
