@@ -24,6 +24,10 @@ _MADV_COLLAPSE = 25  # since Linux 6.1
 _FALLOC_PUNCH_HOLE = 0x01 | 0x02  # with FALLOC_FL_KEEP_SIZE, from linux/falloc.h
 _STEP_NBYTES = 32 << 20  # per call; each call first synchronises with the other cores
 
+# Ranges of failed mappings. Linux has unmapped the part that was to be replaced, where another thread may have mapped
+# memory since: to unmap the whole range would take that away.
+_never_unmapped: list[npt.NDArray[np.uint8]] = []
+
 
 def mapped(fd: int, nbytes: int, *, writable: bool) -> npt.NDArray[np.uint8]:
     """Map a descriptor's memory as uint8 [nbytes], read-only unless `writable`.
@@ -31,17 +35,19 @@ def mapped(fd: int, nbytes: int, *, writable: bool) -> npt.NDArray[np.uint8]:
     It is unmapped with the last array over it. Raises OSError.
     """
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    page_nbytes = max(HUGE_NBYTES, os.fstat(fd).st_blksize)
-    if nbytes < page_nbytes:
+    is_huge = os.fstat(fd).st_blksize >= HUGE_NBYTES  # of reserved huge pages, to which the kernel aligns by itself
+    if is_huge or nbytes < HUGE_NBYTES:
         return np.frombuffer(mmap.mmap(fd, nbytes, prot=protection), dtype=np.uint8)
     # The mapping replaces the aligned part of a larger one, which owns the address range throughout its life.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    room = np.frombuffer(mmap.mmap(-1, nbytes + page_nbytes, flags=flags, prot=protection), dtype=np.uint8)
+    room = np.frombuffer(mmap.mmap(-1, nbytes + HUGE_NBYTES, flags=flags, prot=protection), dtype=np.uint8)
     address = int(room.ctypes.data)
-    skipped = -address % page_nbytes
+    skipped = -address % HUGE_NBYTES
     at = _libc().mmap(address + skipped, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
     if at != address + skipped:
-        raise _error()
+        error = _error()
+        _never_unmapped.append(room)
+        raise error
     return room[skipped : skipped + nbytes]
 
 

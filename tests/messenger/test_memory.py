@@ -1,9 +1,12 @@
 """Shared memory: who may write to it, and what pages it is made of."""
 
+import ctypes
 import errno
+import gc
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ import pytest
 from messenger import InvalidArgument, SharedMemory, mapping
 from messenger.mapping import HUGE_NBYTES, can_collapse
 from messenger.memory import PeerMemory
+
+MAP_FIXED_NOREPLACE = 0x100000  # from linux/mman.h
 
 
 def free_huge_pages() -> int:
@@ -77,6 +82,50 @@ def test_committing_joins_pages_of_this_process_and_of_readers() -> None:
         whole = nbytes // HUGE_NBYTES * HUGE_NBYTES
         assert [mapped_as_huge(one.array.ctypes.data) for one in (memory, early, late)] == [whole] * 3
     memory.close()
+
+
+class MappingsInHoles:
+    """The C library, whose failing `mmap` is followed at once by another thread's mapping in the range it unmapped."""
+
+    def __init__(self, library: ctypes.CDLL, *, fails: bool) -> None:
+        self.found: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
+        self._library, self._fails = library, fails
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def mmap(self, address: int, nbytes: int, protection: int, flags: int, fd: int, start: int) -> int:
+        # A descriptor that does not exist is noticed too early: the kernel has unmapped nothing then.
+        if self._fails:
+            assert self._library.munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) == 0
+            at = -1
+        else:
+            at = self._library.mmap(address, nbytes, protection, flags, fd, start)
+        if at != address:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+            mine = self._library.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+            assert mine == address, "the range has been unmapped"
+            self.found.append(np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)))
+        return int(at)
+
+
+@pytest.mark.parametrize("huge_pages", [True, False], ids=["reserved", "small"])
+def test_a_failed_mapping_takes_no_memory_away_that_another_thread_has_mapped_meanwhile(
+    huge_pages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = MappingsInHoles(mapping._libc(), fails=not huge_pages)
+    monkeypatch.setattr(mapping, "_libc", lambda: library)
+    fd = os.memfd_create("m", os.MFD_HUGETLB if huge_pages else 0)
+    nbytes = (free_huge_pages() + 3) << 21
+    os.ftruncate(fd, nbytes)
+    with pytest.raises(OSError, match=r"Errno"):
+        mapping.mapped(fd, nbytes, writable=True)
+    gc.collect()
+    os.close(fd)
+    assert len(library.found) == (not huge_pages)
+    for memory in library.found:
+        memory[:] = 7  # a process that may not ends here, with a signal
+        assert memory.min() == 7
 
 
 def test_memory_that_was_not_to_be_huge_is_not() -> None:
