@@ -378,6 +378,6 @@ def test_models_and_groups_that_cannot_be_are_refused(render: Any, values: dict[
 
 def test_the_guides_fleet_renders(render: Any) -> None:
     guide = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
-    (text,) = [block for block in re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL) if block.startswith("models:")]
+    (text,) = re.findall(r"```yaml\n# values.yaml\n(models:.*?)```", guide, re.DOTALL)
     release = render(yaml.safe_load(text))
     assert {pod.labels["moonpool/model"] for pod in workers(release)} == {"large", "small"}

@@ -239,8 +239,8 @@ def test_another_engine_of_all_groups_reaches_every_role(render: Any) -> None:
 
 
 def test_the_guides_values_render(render: Any) -> None:
-    blocks = re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
-    (text,) = [block for block in blocks if block.startswith("workers:") and "engine: vllm" in block]
+    blocks = re.findall(r"```yaml\n# values.yaml\n(workers:.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    (text,) = [block for block in blocks if "engine: vllm" in block]
     release = render(yaml.safe_load(text))
     assert worker_of(release).container["resources"]["requests"][GPU] == 4
     assert vllm_words(release)[1:] == ["--gpu-memory-utilization=0.92", "--kv-cache-dtype=fp8"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -124,15 +125,19 @@ def ray_hosts(namespaces: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
         patch.setenv("RAY_health_check_failure_threshold", "3")
         mine = RayHosts(hosts, folder)
         try:
+            # One after the other: Ray makes sockets' names unique by looking which ones exist.
             mine.start("head", 0)
             mine.wait_for(1)
             mine.start("r1", 0, prefill=2, decode=1, pool=1, gpus=1)
+            mine.wait_for(2)
             mine.start("r1b", 1, decode=2, pool=1, gpus=1)
+            mine.wait_for(3)
             mine.start("r2", 1, prefill=2, decode=2, pool=1, gpus=2)
             mine.wait_for(4)
             yield mine
         finally:
             mine.close()
+            shutil.rmtree(folder.parent, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator
 
 from frontend.api.hints import CacheControl, Hints
 from frontend.api.request_base import MAX_TOKEN_ID, RequestModel
@@ -71,10 +71,11 @@ def _as_blocks(value: Any) -> Any:
     return value
 
 
-_TEXTS_SCHEMA: Final = WithJsonSchema(
-    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object", "required": ["type"]}}]}
-)
-Texts = Annotated[list[TextBlock], Field(fail_fast=True), BeforeValidator(_as_blocks), _TEXTS_SCHEMA]
+Texts = Annotated[
+    list[TextBlock],
+    Field(fail_fast=True),
+    BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock]),
+]
 
 
 class ToolResultBlock(RequestModel):
@@ -96,7 +97,11 @@ class AnthropicMessage(RequestModel):
     """One turn, of the user (with results of tools) or of the assistant (with its calls)."""
 
     role: Literal["user", "assistant"]
-    content: Annotated[list[Block], Field(min_length=1, fail_fast=True), BeforeValidator(_as_blocks), _TEXTS_SCHEMA]
+    content: Annotated[
+        list[Block],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(_as_blocks, json_schema_input_type=str | Annotated[list[Block], Field(min_length=1)]),
+    ]
 
     def chat_messages(self, index: int) -> Iterator[dict[str, Any]]:
         """Yield the chat messages of this turn, message `index` of the body. Raises InvalidRequest."""
