@@ -135,6 +135,7 @@ class RayRuntime:
         self._pool_numbers = itertools.count()
         self._known: dict[str, RayHost] = {}  # every host that a node was placed on
         self._placed: dict[str, tuple[RolePlan, str]] = {}  # workers, and Ray's ids of their hosts
+        self._choosing = asyncio.Lock()  # hosts are chosen in the order in which nodes begin: prefill workers first
         self._wanted: set[str] = set()  # nodes that were launched and not released
         self._unheard: set[str] = set()  # nodes that may still run although their last life was given up
         self._background = BackgroundCalls()
@@ -276,10 +277,10 @@ class RayRuntime:
         lifetime = "detached" if self.outlives else None
         found: Any = await on_thread(_group_named, name) if self.outlives else None  # left by an interrupted `serve`
         if found is None:
-            found_hosts = await self._hosts()
-            near = preferred_host(plan, found_hosts, self._placed, gpus=self._gpus)
-            if near is not None:
-                self._placed[node_id] = plan, near  # for the placement of nodes that start meanwhile
+            async with self._choosing:
+                near = preferred_host(plan, await self._hosts(), self._placed, gpus=self._gpus)
+                if near is not None:
+                    self._placed[node_id] = plan, near  # for the placement of nodes that start meanwhile
             preference = {"strategy": "STRICT_PACK", "_soft_target_node_id": near}
             found = await on_thread(lambda: placement_group([bundle], name=name, lifetime=lifetime, **preference))
         group: PlacementGroup = found

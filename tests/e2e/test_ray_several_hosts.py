@@ -93,9 +93,11 @@ class RayHosts:
 
     def kill(self, name: str) -> None:
         """Kill a raylet with everything that it has started, as the death of its host does."""
-        root = psutil.Process(self.raylets.pop(name).pid)
+        raylet = self.raylets.pop(name)
+        root = psutil.Process(raylet.pid)
         for process in [*root.children(recursive=True), root]:
             process.kill()
+        raylet.wait()
 
     def close(self) -> None:
         for name in list(self.raylets):
@@ -113,6 +115,11 @@ class RayHosts:
 def _node(row: Mapping[str, Any]) -> str:
     """Return the node id in a placement group's name, ray-HASH-NODE."""
     return str(row["name"]).split("-", 2)[2]
+
+
+def _waiting(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the placement groups for which no raylet has room, or that are about to be created."""
+    return [row for row in rows if row["state"] == "PENDING"]
 
 
 @pytest.fixture(scope="module")
@@ -180,18 +187,20 @@ async def test_workers_lie_by_role_and_rack_and_share_gpus(
 async def test_a_worker_without_room_is_a_demand_that_the_autoscaler_sees_and_a_new_host_meets(
     ray_hosts: RayHosts, cluster: Any
 ) -> None:
-    scaling = ray_hosts.begin(sys.executable, "-m", "moonpool", "node", "scale", "prefill=5", "--url", cluster.url)
+    command = ["node", "scale", "prefill=5", "--ready-file", str(cluster.ready_file)]
+    scaling = ray_hosts.begin(sys.executable, "-m", "moonpool", *command)
     try:
-        rows = await until(ray_hosts.table, lambda rows: any(row["state"] == "PENDING" for row in rows))
-        waiting = [row for row in rows if row["state"] == "PENDING"]
-        assert [_node(row) for row in waiting] == ["prefill-4"]
-        assert waiting[0]["bundle"] == {"moonpool_prefill": 1.0, "GPU": 0.5}
+        rows = await until(ray_hosts.table, lambda rows: len(rows) == 7 and len(_waiting(rows)) == 1)
+        (waiting,) = _waiting(rows)
+        assert waiting["bundle"] == {"moonpool_prefill": 1.0, "GPU": 0.5}
+        node = _node(waiting)  # any of the new ones
         ray_hosts.start("r3", 1, prefill=1, pool=1, gpus=1)
-        raylets = await until(ray_hosts.placed, lambda raylets: "prefill-4" in raylets)
-        assert raylets["prefill-4"] == "r3"
+        raylets = await until(ray_hosts.placed, lambda raylets: node in raylets)
+        assert raylets[node] == "r3"
         assert await asyncio.to_thread(scaling.wait, WAIT_S) == 0
     finally:
         scaling.kill()
+        scaling.wait()
 
 
 async def test_after_the_loss_of_a_host_its_workers_run_elsewhere_and_answers_are_the_same(
