@@ -12,6 +12,8 @@ TRAIN_STEPS ?= 1600
 # Tests wait for processes more than they compute. A file's tests stay together: they share a cluster. Files begin in
 # the order of tests/order.py.
 TEST_PROCESSES ?= 3
+# Not empty: `make test` runs the tests marked `long`, too, which take a third of the time of all.
+LONG ?=
 SOAK_SECONDS ?= 600
 # Drawn, and told, if empty.
 SOAK_SEED ?=
@@ -46,7 +48,7 @@ VLLM_PYTEST = NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/numba REQUIRE_VLLM=1 $(QUI
 
 help:
 	@echo "make demo    a whole cluster under a replayed trace, its answers verified; writes out/demo/report.html"
-	@echo "make test    all checks and tests: what .ci/run runs"
+	@echo "make test    all checks and tests; with LONG=1 also the long ones, as .ci/run does"
 	@echo "make test-nightly  the tests that take long, with and without vLLM, 10,000 schedules of the simulation and every mutant; records all outcomes under tests/"
 	@echo "make gpu-proof  what is written for GPUs and needs one to be proven, and the engine's speed, in at most 20 minutes; status 3 without a GPU"
 	@echo "make test-rdma  the messenger's tests over real verbs, in a VM with soft-RoCE that is built once; no KVM needed"
@@ -86,7 +88,7 @@ demo: $(STAMP)
 test: $(TRITON_STAMP) static
 	@mkdir -p out
 	$(QUIET_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
-	  --junitxml=out/tests.xml
+	  $(if $(LONG),-m "not nightly and not gpu") --junitxml=out/tests.xml
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir out/site

@@ -13,6 +13,8 @@ from engine import Model, load_model
 from engine.random_model import RandomModelSpec, write_random_model
 from worker.engine_loop import StepResult
 
+pytestmark = pytest.mark.long
+
 PROMPTS = {number: list(range(5 + number, 45 + 3 * number)) for number in range(5)}
 ANSWERS = {0: 3, 1: 40, 2: 17, 3: 1, 4: 30}
 

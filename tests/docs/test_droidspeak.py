@@ -13,6 +13,8 @@ import pytest
 
 from benchmarks.frontend.processes import cluster
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "droidspeak.md").read_text()
 TUTORIAL = PAGE[PAGE.index("## Try it") : PAGE.index("## Limits")]

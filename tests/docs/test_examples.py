@@ -10,6 +10,8 @@ import pytest
 
 from tests.docs.test_tutorials import ROOT, Reader, free_port
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = ROOT / "examples"
 SAYS = {
     "chat.py": [r"> Where does Tom live\?\n.*Rome", r"\n  [1-9]\d* of \d+ prompt tokens reused"],

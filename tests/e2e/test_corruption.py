@@ -18,6 +18,8 @@ from engine import load_model
 from tests.e2e.conftest import metric
 from tests.e2e.damage import flip_bits, memory_of
 
+pytestmark = pytest.mark.long
+
 
 def prompt(length: int) -> list[int]:
     return np.random.default_rng(21).integers(5, 2000, length).tolist()

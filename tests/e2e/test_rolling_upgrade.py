@@ -30,6 +30,8 @@ from tests.e2e.bare_roles import Load, Role, Roles
 from worker.paced.profiles import profile_of
 from worker.policy.cost_profile import save_profile
 
+pytestmark = pytest.mark.long
+
 NEWER = "99.0.0"
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "seed": 42}
 DRAWN: dict[str, Any] = {"max_tokens": 200, **SAMPLING}

@@ -19,6 +19,8 @@ from tests.e2e.conftest import TOKENIZER, Answer
 from tests.e2e.damage import flip_bits
 from tests.worker.sibling_reference import own_wrong_tokens, write_profile, wrong_tokens
 
+pytestmark = pytest.mark.long
+
 BLOCK = 16
 SPAN = LayerSpan(1, 2)
 CONTEXT = 600

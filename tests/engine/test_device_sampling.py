@@ -17,7 +17,10 @@ pytest.importorskip("triton", reason="Triton is not installed: `make test` insta
 from engine import device_sampling, sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's of infinity and NaN
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's of infinity and NaN
+]
 
 
 def assert_equal(logits: torch.Tensor, rows: list[SamplingRow]) -> None:

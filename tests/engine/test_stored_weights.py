@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from engine import Model, kernels, load_model
 
+pytestmark = pytest.mark.long
+
 MATRICES = ("qkv", "out", "gate_up", "down", "router", "experts_gate_up", "experts_down", "embedding", "head")
 
 

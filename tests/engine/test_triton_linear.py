@@ -33,6 +33,8 @@ pytest.importorskip("triton", reason="Triton is not installed: `make test` insta
 from engine.backends import triton_expert_kernels, triton_linear  # noqa: E402
 from engine.backends.triton_linear import TritonLinears, multiply, quantise  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NONE = torch.empty(0, device=DEVICE)
 LENGTH = 41

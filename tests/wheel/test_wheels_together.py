@@ -9,6 +9,8 @@ import pytest
 
 from tests.wheel.environments import bare_variables, run
 
+pytestmark = pytest.mark.long
+
 READY_S = 500  # the first start compiles the kernels
 
 

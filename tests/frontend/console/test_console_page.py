@@ -18,7 +18,7 @@ VIEWS = ("overview", "nodes", "pool", "objectives", "sessions", "requests")
 HOSTILE = "<img src=x onerror=document.title='owned'>'\"&amp;${1}" + "x" * 120
 PATIENCE_MS = 60_000
 expect.set_options(timeout=PATIENCE_MS)
-pytestmark = pytest.mark.asyncio(loop_scope="module")  # one browser for all
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]  # one browser for all
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

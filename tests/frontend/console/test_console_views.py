@@ -18,7 +18,7 @@ from tests.chromium import chromium, open_visit
 WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
 PATIENCE_MS = 60_000
 expect.set_options(timeout=PATIENCE_MS)
-pytestmark = pytest.mark.asyncio(loop_scope="module")  # one browser for all
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]  # one browser for all
 
 TTFT = TtftBreakdown(0.004, 0.0, 0.003, 0.0, 0.081, 0.048, 0.262, 0.006)
 HANDOFF = HandoffBreakdown(0.031, 0.009, 0.019, 0.002)

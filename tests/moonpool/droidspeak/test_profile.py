@@ -21,6 +21,8 @@ from tools.training.facts import Fact, draw_fact
 from worker.errors import ProfileError
 from worker.policy.reuse_profile import ReuseProfile, load_reuse_profile
 
+pytestmark = pytest.mark.long
+
 NANO = Path(__file__).parents[2] / "data" / "nano-model"
 CONTEXTS, QUESTIONS = 12, 3
 

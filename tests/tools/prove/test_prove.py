@@ -43,6 +43,7 @@ def prove(*arguments: str, hash_seed: str = "0") -> dict[str, Any]:
     return found | {"output": ended.stdout}
 
 
+@pytest.mark.long
 def test_no_schedule_violates_an_invariant() -> None:
     found = prove("--seconds", str(SECONDS))
     assert found["failing_seeds"] == [], found["output"]
