@@ -26,7 +26,8 @@ from moonpool_proto.v1 import conductor_pb2
 from telemetry import RequestMetrics
 from telemetry.tracing import OFF, Span
 
-_DECODE_UNREACHABLE: Final = "decode_unreachable"  # of a prefill worker
+# The worker, or the decode worker of a prefill worker, could not be reached or serves no request now.
+_UNREACHED_CODES: Final = frozenset({"decode_unreachable", "starting", "draining"})
 # Of a prefill worker whose KV did not reach its decode worker intact: the path between both may be the cause.
 _PATH_CODES: Final = frozenset({"push", "unverified"})
 
@@ -34,8 +35,8 @@ _PATH_CODES: Final = frozenset({"push", "unverified"})
 class RetryBudget:
     """Limit on the attempts of one request: a request that crashes workers must not be retried indefinitely.
 
-    An attempt counts once its workers have received the request, unless it was preempted. Attempts that did not reach
-    one of their workers are free for `grace_s`, because the conductor needs some seconds to detect a dead or hanging
+    An attempt counts once its workers have accepted the request, unless it was preempted. Attempts that did not reach
+    one of their workers, or that found it starting or draining, are free for `grace_s`, because the conductor needs some seconds to detect a dead or hanging
     node, and a partition may heal; each of them runs on another node or after a pause.
     """
 
@@ -128,7 +129,7 @@ class AttemptFailure:
     code: str
     message: str
     retryable: bool
-    is_unreached: bool = False  # a worker of the attempt could not be reached
+    is_unreached: bool = False  # a worker of the attempt could not be reached, or serves no request now
     sender: str = ""  # node whose KV did not reach the suspect intact; avoided, too, if others can serve
 
     @property
@@ -170,7 +171,7 @@ class Attempt:
                     tokens.extend(self._in_order(event))
                 case FailureReceived(node_id, failure) if self._needs(node_id):
                     suspect = failure.suspect_node_id or node_id
-                    is_unreached = failure.code == _DECODE_UNREACHABLE
+                    is_unreached = failure.code in _UNREACHED_CODES
                     sender = node_id if failure.code in _PATH_CODES and suspect != node_id else ""
                     return tokens, AttemptFailure(
                         suspect, failure.code, failure.message, failure.retryable, is_unreached, sender

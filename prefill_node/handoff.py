@@ -25,6 +25,7 @@ from worker.shielded_wait import wait_unless_cancelled
 log = logging.getLogger(__name__)
 
 COMMIT_ROUNDS = 3
+_UNREADY = ("starting", "draining")  # refusals of a decode node that serves no request now
 
 
 class PrefillHandoff:
@@ -72,8 +73,9 @@ class PrefillHandoff:
             )
         except ControlError as error:
             self._may_hold = not isinstance(error, CallRefused)
-            code = "decode_unreachable" if self._may_hold else "reserve"
-            raise self._failed(code, str(error)) from error
+            refusal = error.reason.partition(":")[0]
+            code = refusal if refusal in _UNREADY else "reserve"
+            raise self._failed("decode_unreachable" if self._may_hold else code, str(error)) from error
 
     @property
     def push_from(self) -> int:

@@ -55,6 +55,14 @@ def test_a_prefill_that_cannot_reach_its_decode_node_reaches_nobody() -> None:
     failure = worker_pb2.Failure(code="decode_unreachable", retryable=True, suspect_node_id="d")
     _, found = attempt_of().take([FailureReceived("p", failure)])
     assert found == AttemptFailure("d", "decode_unreachable", "", retryable=True, is_unreached=True)
+    for code in ("starting", "draining"):
+        for told in (
+            worker_pb2.Failure(code=code, retryable=True, suspect_node_id="d"),
+            worker_pb2.Failure(code=code, retryable=True),
+        ):
+            _, found = attempt_of().take([FailureReceived("p", told)])
+            assert found is not None
+            assert found.is_unreached
     refused = worker_pb2.Failure(code="reserve", retryable=True, suspect_node_id="d")
     _, found = attempt_of().take([FailureReceived("p", refused)])
     assert found is not None
