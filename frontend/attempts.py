@@ -36,8 +36,9 @@ class RetryBudget:
     """Limit on the attempts of one request: a request that crashes workers must not be retried indefinitely.
 
     An attempt counts once its workers have accepted the request, unless it was preempted. Attempts that did not reach
-    one of their workers, or that found it starting or draining, are free for `grace_s`, because the conductor needs some seconds to detect a dead or hanging
-    node, and a partition may heal; each of them runs on another node or after a pause.
+    one of their workers, or that found it starting or draining, are free for `grace_s`, because the conductor needs
+    some seconds to detect a dead or hanging node, and a partition may heal; each of them runs on another node or after
+    a pause.
     """
 
     def __init__(self, max_tries: int, grace_s: float) -> None:
