@@ -53,7 +53,10 @@ class Terminal:
         while (found := re.search(pattern, self._unread)) is None:
             ready = select.select([self._master], [], [], max(0.0, give_up - time.monotonic()))[0]
             assert ready, f"{pattern!r} not within {WAIT_S:g} s in {self._unread!r}"
-            self._unread += os.read(self._master, 1 << 16).decode(errors="replace")
+            try:
+                self._unread += os.read(self._master, 1 << 16).decode(errors="replace")
+            except OSError as error:  # the chat has ended
+                raise AssertionError(f"{pattern!r} not in {self._unread!r}, and the chat has ended") from error
         shown, self._unread = self._unread[: found.end()], self._unread[found.end() :]
         return shown
 
