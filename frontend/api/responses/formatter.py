@@ -18,7 +18,6 @@ _DELTAS: Final = {
     "message": "response.output_text",
     "function_call": "response.function_call_arguments",
 }
-_DELTA_OF_MESSAGE: Final = f"{_DELTAS['message']}.delta"
 
 
 class ResponsesFormatter(ResponseFormatter):
@@ -62,8 +61,8 @@ class ResponsesFormatter(ResponseFormatter):
         data = encode({"type": kind, "sequence_number": self._sequence_number, **fields})
         for index, item in enumerate(self._items):
             # They are encoded only once: those of a long answer take seconds, and are in four of its last events.
-            if item.encoded_logprobs and kind != _DELTA_OF_MESSAGE:
-                data = data.replace(encode(self._mark_of(index)), b"[" + b",".join(item.encoded_logprobs) + b"]")
+            if item.encoded_logprobs and (mark := encode(self._mark_of(index))) in data:
+                data = data.replace(mark, b"[" + b",".join(item.encoded_logprobs) + b"]")
         return event(data, kind)
 
     def _events(self, step: OutputChunk) -> Iterator[tuple[str, dict[str, Any]]]:
