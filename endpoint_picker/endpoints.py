@@ -13,7 +13,7 @@ import logging
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, get_args
 
 import aiohttp
 
@@ -38,14 +38,17 @@ _ENGINE_METRICS: Final = tuple(
 )
 
 
+# "slow": it accepts connections, but did not answer the last poll in time.
+_State = Literal["reachable", "slow", "unreachable"]
+
+
 class _Endpoint:
     """One address and what is known of it."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.models: frozenset[str] | None = None  # None: it does not say
-        self.is_reachable = True
-        self.is_slow = False  # it accepts connections, but did not answer the last poll in time
+        self.state: _State = "reachable"
         self.num_open = 0  # exchanges that this picker has sent to it
         self._reported = 0  # requests at the last poll
         self._change = 0  # of this picker's own exchanges since that poll began
@@ -70,13 +73,13 @@ class _Endpoint:
                     self._reported, self._change = found, self._change - before
             if (text := await _get(http, f"http://{self.address}/v1/models")) is not None:
                 self.models = _models_in(text)
-            self.is_reachable, self.is_slow = True, False
+            self.state = "reachable"
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
-            self.is_reachable, self.is_slow = False, False
+            self.state = "unreachable"
         except TimeoutError:
-            self.is_reachable, self.is_slow = True, True
+            self.state = "slow"
         except aiohttp.ClientError:
-            self.is_reachable, self.is_slow = True, False  # it accepts connections, but speaks TLS, for instance
+            self.state = "reachable"  # it accepts connections, but speaks TLS, for instance
 
 
 @dataclass(slots=True)
@@ -132,15 +135,12 @@ class EndpointWatch:
     @property
     def is_ready(self) -> bool:
         """True if an endpoint can be reached."""
-        return any(each.is_reachable for each in self._endpoints.values())
+        return any(each.state != "unreachable" for each in self._endpoints.values())
 
     def counts(self) -> Iterator[tuple[str, int]]:
         """Yield (state, number of endpoints in it)."""
-        reachable = [each for each in self._endpoints.values() if each.is_reachable]
-        num_slow = sum(each.is_slow for each in reachable)
-        yield "reachable", len(reachable) - num_slow
-        yield "slow", num_slow
-        yield "unreachable", len(self._endpoints) - len(reachable)
+        for state in get_args(_State):
+            yield state, sum(each.state == state for each in self._endpoints.values())
 
     def find(self, address: str) -> _Endpoint | None:
         """Return the endpoint of this address; None if there is none."""
@@ -161,11 +161,10 @@ class EndpointWatch:
         if not found:
             where = "" if subset is None else f" among the {len(subset)} that the gateway allows"
             raise _no_endpoint(f"no endpoint for the model {model!r}{where}" if model else f"no endpoint{where}")
-        reachable = [each for each in found if each.is_reachable]
-        if not reachable:
-            raise _no_endpoint(f"none of the {len(found)} endpoints can be reached")
-        chosen = [each for each in reachable if not each.is_slow] or reachable
-        return [EndpointLoad(each.address, each.num_requests) for each in chosen]
+        for state in ("reachable", "slow"):
+            if chosen := [each for each in found if each.state == state]:
+                return [EndpointLoad(each.address, each.num_requests) for each in chosen]
+        raise _no_endpoint(f"none of the {len(found)} endpoints can be reached")
 
     def use(self, addresses: Sequence[str]) -> EndpointUse:
         """Count an exchange for the first of the addresses, best first, that are named to the gateway."""
