@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import io
 import os
 import re
@@ -22,6 +21,7 @@ from typer.testing import CliRunner
 from moonpool.config import ServeConfig
 from moonpool.options import configured_command
 from moonpool.role_process.roles import ROLES
+from tests.ci_modules import ci_module
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "moonpool"
@@ -167,12 +167,7 @@ Render = Callable[..., Release]
 @pytest.fixture(scope="session")
 def generator() -> ModuleType:
     """.ci/generate_chart.py."""
-    spec = importlib.util.spec_from_file_location("generate_chart", ROOT / ".ci" / "generate_chart.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return ci_module("generate_chart")
 
 
 @pytest.fixture(scope="session")

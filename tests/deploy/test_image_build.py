@@ -6,7 +6,6 @@ within reach. Both are Debian's packages and need root; without them the tests a
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -16,10 +15,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.ci_modules import ci_module
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(7200)]
 
@@ -129,7 +129,7 @@ def stages_of(dockerfile: str, target: str) -> str:
 
 def package_sources(folder: Path) -> list[str]:
     """Return options with which pip finds packages in the build as it does on this machine, if it needs any."""
-    install = load_installer()
+    install = ci_module("install")
     options = []
     if certificates := dict(install.pip_settings(Path(sys.executable), ("cert",)))["cert"]:
         settings = folder / "pip.conf"
@@ -144,16 +144,6 @@ def package_sources(folder: Path) -> list[str]:
         options += [f"--volume={index.parents[1]}:/mnt/simple:ro", f"--volume={wheel.parent}:/mnt/wheels:ro"]
         options += ["--build-arg=TORCH_INDEX=file:///mnt/simple"]
     return options
-
-
-def load_installer() -> ModuleType:
-    """.ci/install.py."""
-    spec = importlib.util.spec_from_file_location("install", ROOT / ".ci" / "install.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def in_container(buildah: Buildah, container: str, *command: str) -> str:

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
@@ -16,32 +15,20 @@ from typing import Any
 
 import pytest
 
+from tests.ci_modules import CI, ci_module
+
 ROOT = Path(__file__).parents[2]
-CI = ROOT / ".ci"
-
-
-def module(name: str) -> ModuleType:
-    sys.path.insert(0, str(CI))
-    try:
-        spec = importlib.util.spec_from_file_location(name, CI / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        found = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found)
-    finally:
-        sys.path.remove(str(CI))
-    return found
 
 
 @pytest.fixture(scope="module")
 def install() -> ModuleType:
-    return module("install")
+    return ci_module("install")
 
 
 @pytest.fixture
 def lock(tmp_path: Path) -> ModuleType:
     """lock.py, whose files are copies."""
-    found = module("lock")
+    found = ci_module("lock")
     for name in ("CONSTRAINTS", "BUILD_LOCK", "CPU_LOCK", "CUDA_LOCK"):
         setattr(found, name, Path(shutil.copy(getattr(found, name), tmp_path)))
     found.LOCKS = tuple(Path(shutil.copy(path, tmp_path)) for path in found.LOCKS)
