@@ -22,8 +22,8 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def cluster(random_model: Path, start_cluster: Callable[..., Any]) -> Iterator[Any]:
-    with start_cluster(random_model, "--block-tokens", "8", "--served-model-name", "tiny") as running:
+def cluster(start_paced: Callable[..., Any]) -> Iterator[Any]:
+    with start_paced("--block-tokens", "8", "--served-model-name", "tiny") as running:
         yield running
 
 
