@@ -140,7 +140,9 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"there is no {path}; `moonpool keys new --file {path}` creates it with a first key") from None
+        raise ConfigError(
+            f"there is no {path}; `moonpool keys new --file {path}` creates it with a first key"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
