@@ -131,7 +131,9 @@ async def test_the_turns_of_a_chat_go_on_beyond_the_window(
     await cluster.validate()
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "conductor", "pool-0"])
+@pytest.mark.parametrize(
+    "victim", ["decode-0", *(pytest.param(victim, marks=pytest.mark.long) for victim in ("conductor", "pool-0"))]
+)
 async def test_it_survives_the_death_of(
     cluster: Any, model: Model, session: aiohttp.ClientSession, victim: str
 ) -> None:

@@ -79,7 +79,7 @@ async def ask(session: aiohttp.ClientSession, cluster: Any, prompt_ids: list[int
 @pytest.mark.parametrize(
     "cut",
     [
-        pytest.param(DECODERS[:1], id="from one of two decode nodes"),
+        pytest.param(DECODERS[:1], id="from one of two decode nodes", marks=pytest.mark.long),
         pytest.param(DECODERS, id="from all decode nodes", marks=pytest.mark.nightly),
     ],
 )

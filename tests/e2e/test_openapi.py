@@ -20,6 +20,8 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 
 from tests.chromium import chromium, open_visit
 
+pytestmark = pytest.mark.long
+
 NANO = Path(__file__).parents[1] / "data" / "nano-model"
 VOCABULARY = 2048
 TIMEOUT_S = 60.0

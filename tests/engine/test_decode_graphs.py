@@ -111,7 +111,9 @@ class Pair:
             assert float((ours - theirs).nan_to_num(0.0).abs().max()) < (0.1 if shape.scale_group else 1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.long) for family in FAMILIES[1:])]
+)
 def test_replayed_steps_agree(family, recorded, runner):
     pair = Pair(recorded(family), runner, [14, 1, 5])
     for at in range(3):
