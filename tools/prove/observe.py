@@ -22,7 +22,7 @@ from messenger.frames import Write
 from messenger.grants import GrantTable
 from messenger.tcp.transport import TcpResponder
 from moonpool_proto.v1.common_pb2 import JsonRequest
-from tools.prove import adversary, landed_blocks, moments, slot_writes, wire_flips
+from tools.prove import adversary, deadlines, landed_blocks, moments, slot_writes, wire_flips
 from tools.prove.instances import on_creation, remember, running_process
 from tools.prove.world.scheduler import ProcessState, world
 from worker.grammar_matching import GrammarCompiler
@@ -49,6 +49,7 @@ def observe() -> None:
     wire_flips.watch()
     landed_blocks.watch()
     adversary.watch()
+    deadlines.watch()
     on_creation(Service, lambda service: remember("validate", lambda: service.validate()["problems"]))
     on_creation(TenantQuotas, lambda quotas: remember("validate", lambda: _places(quotas)))
 

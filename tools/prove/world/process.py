@@ -22,6 +22,7 @@ class Process:
         self.world, self.name, self.host = world, name, host
         self.threads: dict[int, SimThread] = {}
         self.is_dead = self.is_paused = False
+        self.num_pauses = 0
         self.waiting: list[SimThread] = []
         self.num_steps = 0
         self._due: list[tuple[int, Callable[[], None]]] = []

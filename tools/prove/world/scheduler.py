@@ -56,6 +56,7 @@ class ProcessState(Protocol):
     waiting: list[SimThread]
     is_dead: bool
     is_paused: bool
+    num_pauses: int
     random: random.Random
     monotonic_offset_ns: int
     wall_offset_ns: int
@@ -259,6 +260,7 @@ class World:
     def pause(self, process: ProcessState) -> None:
         """Stop a process, as SIGSTOP does."""
         process.is_paused = True
+        process.num_pauses += 1
         process.waiting += [t for t in self._runnable if t.process is process]
         self._runnable = [t for t in self._runnable if t.process is not process]
 
