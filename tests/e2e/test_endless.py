@@ -18,6 +18,7 @@ from engine.random_model import RandomModelSpec, write_random_model
 from engine.rolling import RollingWindow
 from tests.e2e.conftest import TOKENIZER, TOLERANCE, metric
 from tests.e2e.damage import flip_bits
+from tests.long_cases import others_long
 
 BLOCK = 8
 WINDOW = 64
@@ -131,9 +132,7 @@ async def test_the_turns_of_a_chat_go_on_beyond_the_window(
     await cluster.validate()
 
 
-@pytest.mark.parametrize(
-    "victim", ["decode-0", *(pytest.param(victim, marks=pytest.mark.long) for victim in ("conductor", "pool-0"))]
-)
+@pytest.mark.parametrize("victim", others_long(["decode-0", "conductor", "pool-0"], ["decode-0"]))
 async def test_it_survives_the_death_of(
     cluster: Any, model: Model, session: aiohttp.ClientSession, victim: str
 ) -> None:

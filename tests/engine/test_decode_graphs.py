@@ -19,6 +19,7 @@ from engine.int8_rows import read_rows
 
 pytest.importorskip("triton", reason="Triton is not installed: `make test` installs it")
 from engine.backends import triton_attention
+from tests.long_cases import others_long
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_TOKENS = 4
@@ -111,9 +112,7 @@ class Pair:
             assert float((ours - theirs).nan_to_num(0.0).abs().max()) < (0.1 if shape.scale_group else 1e-4)
 
 
-@pytest.mark.parametrize(
-    "family", [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.long) for family in FAMILIES[1:])]
-)
+@pytest.mark.parametrize("family", others_long(FAMILIES, FAMILIES[:1]))
 def test_replayed_steps_agree(family, recorded, runner):
     pair = Pair(recorded(family), runner, [14, 1, 5])
     for at in range(3):

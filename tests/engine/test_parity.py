@@ -19,6 +19,7 @@ from engine.int8_linear import quantise_checkpoint
 from engine.packed_weights import pack_checkpoint
 from engine.quantisation import INT8_ACTIVATIONS, INT8_WEIGHTS, PackedIntegers, quantization_config
 from tests.engine.conftest import FAMILIES
+from tests.long_cases import others_long
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -162,7 +163,7 @@ FIRST = {case.family: case for case in reversed(COVER)}  # of each family
 
 @pytest.mark.parametrize(
     "case",
-    [case if case in FIRST.values() else pytest.param(case, marks=pytest.mark.long) for case in COVER],
+    others_long(COVER, FIRST.values()),
     ids=lambda case: "-".join(map(str, vars(case).values())),
 )
 def test_a_cover_of_all_pairs_agrees(case: ParityCase, references: References, runner: Any) -> None:

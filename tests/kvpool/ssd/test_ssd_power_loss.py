@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvpool.ssd import SsdStore
 from kvpool.ssd.disk import Disk, InFlightBatch, IoBatch, IoThreads
+from tests.long_cases import others_long
 
 Open = Callable[..., SsdStore]
 PAGE, SECTOR = 4096, 512
@@ -171,7 +172,7 @@ def work(store: SsdStore, blocks: Any, disk: RecordingDisk, rng: random.Random, 
         held += chosen
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("seed", others_long(range(4), [0]))
 def test_no_sealed_block_is_lost_and_none_is_wrong_whatever_an_unsynced_disk_kept(
     open_store: Open, blocks_of: Any, ssd_path: Path, unsynced_disk: Disk, seed: int
 ) -> None:
@@ -184,8 +185,8 @@ def test_no_sealed_block_is_lost_and_none_is_wrong_whatever_an_unsynced_disk_kep
         assert store.stats().num_compactions > 0
         assert store.close()
     marks = [i for i, (kind, *_) in enumerate(disk.log) if kind in ("told", "rename", "sync", "sync_dir")]
-    journals = {number for kind, name, number in (e for e in disk.log if e[0] == "name") if name.startswith("journal")}
-    frames = [i for i, (kind, *rest) in enumerate(disk.log) if kind == "write" and rest[0] in journals]
+    journals = {entry[2] for entry in disk.log if entry[0] == "name" and entry[1].startswith("journal")}
+    frames = [i for i, entry in enumerate(disk.log) if entry[0] == "write" and entry[1] in journals]
     num_found = num_torn = 0
     for k in range(6 * IMAGES_PER_RUN):
         if k >= IMAGES_PER_RUN:  # which images were torn depends on the threads' timing, too

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.long_cases import others_long
 from tools.prove.schedule import MOMENTS
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +54,7 @@ def test_no_schedule_violates_an_invariant() -> None:
     assert [path for path in PATHS if not found.get(path)] == []
 
 
-@pytest.mark.parametrize("seed", ["3", *(pytest.param(seed, marks=pytest.mark.long) for seed in ("41", "58", "106"))])
+@pytest.mark.parametrize("seed", others_long(["3", "41", "58", "106"], ["3"]))
 def test_a_seed_is_the_same_run_in_another_process(seed: str) -> None:
     runs = [prove("--replay", seed, hash_seed=hash_seed) for hash_seed in ("1", "2")]
     assert runs[0]["events"] > 100
@@ -67,7 +68,7 @@ def test_a_mutant_still_applies(path: Path) -> None:
     assert applied.returncode == 0, applied.stderr
 
 
-@pytest.mark.parametrize("name", ["choice_lost", pytest.param("indexed_before_computed", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", others_long(["choice_lost", "indexed_before_computed"], ["choice_lost"]))
 def test_a_mutant_is_found(name: str) -> None:
     found = prove("--mutant", str(Path(__file__).parent / "mutants" / f"{name}.patch"), "--schedules", "20")
     assert found["failing_seeds"]
