@@ -65,6 +65,7 @@ def test_slices_are_compared_with_one_piece_of_as_many_bytes() -> None:
     assert slices_vs_one_piece(rounds, "many", "one", ("tcp", "shm")) == {"tcp_write": 0.5}
 
 
+@pytest.mark.long
 def test_a_run_compares_what_is_there_and_says_what_is_not() -> None:
     contenders = ["tcp_digests", "shm_borrow", "memcpy"]
     command = [sys.executable, str(ROOT / "benchmarks" / "messenger.py"), "--rounds", "1", "--sizes", "64KiB"]

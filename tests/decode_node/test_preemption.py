@@ -10,8 +10,8 @@ from moonpool_proto.v1.worker_pb2 import Submit
 from tests.worker.node_pair import Pair
 
 BLOCK = 8
-CAPACITY = 20  # pages: one of these answers takes 16
-LENGTH, TOKENS = 40, 80
+CAPACITY = 40  # pages: one of these answers takes 35
+LENGTH, TOKENS = 40, 240  # so many that no answer ends before the next request arrives
 
 
 def asked(pair: Pair, prompt: list[int], name: str, level: int, **options: Any) -> Submit:
@@ -82,8 +82,8 @@ async def test_nobody_is_preempted_for_a_request_that_would_not_fit(
     start_pair: Callable[..., Any], prompt: Any
 ) -> None:
     """One answer has aged, so that the pages of the other one, which ends first, are not enough."""
-    pair = await start_pair(capacity_tokens=36 * BLOCK)
-    for name, seed, tokens, ages_in_s in (("old", 0, TOKENS, 0.0), ("slow", 1, 30, 60.0)):
+    pair = await start_pair(capacity_tokens=56 * BLOCK)
+    for name, seed, tokens, ages_in_s in (("old", 0, TOKENS, 0.0), ("slow", 1, 30, 60.0)):  # 35 and 9 pages
         submit = asked(pair, prompt(LENGTH, seed=seed), name, 2)
         submit.sampling.max_tokens = tokens
         submit.placement.turn.ages_in_s = ages_in_s

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.frontend.processes import cluster
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +27,7 @@ def events(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield json.loads(line[6:])
 
 
+@pytest.mark.long
 def test_an_answer_goes_on_beyond_the_models_positions(tmp_path: Path) -> None:
     make = re.search(r"python (-m engine\.random_model .*)", PAGE)
     question = re.search(r"curl -N http://127\.0\.0\.1:8000(\S+) .*? -d '(.*?)'\n", PAGE, re.DOTALL)

@@ -154,6 +154,7 @@ async def test_fifty_turns_reuse_at_least_95_percent_of_their_prompts(live: Live
     await live.cluster.validate()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("live", [16], indirect=True)
 async def test_without_the_memory_of_answers_less_is_reused(live: Live, session: Any) -> None:
     async with front_without_memory(live) as url:
@@ -203,6 +204,7 @@ async def test_an_edited_history_is_reused_up_to_the_edit(live: Live, session: A
     assert cached(turn) == same // live.block * live.block
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("live", [16], indirect=True)
 async def test_the_dialogue_generator_finds_high_reuse_and_no_wrong_token(live: Live, tmp_path: Path) -> None:
     flags = "--dialogues 2 --turns 12 --think-time 0.02 --turn-tokens 8 --answer-tokens 24 --temperature 2 --verify"

@@ -16,7 +16,11 @@ TOKENS = {"batch": 1500, "chat": 40}
 CAPACITY = 3312  # tokens: two batch requests, of which each takes 1,580
 
 
-@pytest.fixture(scope="module", params=[("--decode-nodes", "1"), ("--aggregated", "1")], ids=["decode", "aggregated"])
+@pytest.fixture(
+    scope="module",
+    params=[("--decode-nodes", "1"), pytest.param(("--aggregated", "1"), marks=pytest.mark.long)],
+    ids=["decode", "aggregated"],
+)
 def cluster(
     request: pytest.FixtureRequest,
     start_cluster: Callable[..., AbstractContextManager[Any]],

@@ -17,6 +17,7 @@ from engine.random_model import RandomModelSpec, write_random_model
 from moonpool_proto.v1.common_pb2 import JsonRequest
 from moonpool_proto.v1.worker_pb2_grpc import WorkerStub
 from rpc.control import open_channel
+from tests.long_cases import others_long
 
 MEMBERS = ("prefill-0", "prefill-1")
 
@@ -85,7 +86,7 @@ async def test_a_long_prompt_is_computed_by_both_and_the_decision_says_so(
     assert judge_of(slow_model).wrong_tokens(short) == []
 
 
-@pytest.mark.parametrize("victim", ["head", "helper"])
+@pytest.mark.parametrize("victim", others_long(["head", "helper"], ["head"]))
 async def test_a_prompt_survives_the_death_of_its(
     victim: str, cluster: Any, slow_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:

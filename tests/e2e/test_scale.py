@@ -143,7 +143,11 @@ async def test_what_would_stop_the_service_is_refused(cluster: Any, arguments: t
 
 @pytest.mark.parametrize(
     "victim",
-    ["decode-0", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("pool-0", "frontend")), "conductor"],
+    [
+        "decode-0",
+        pytest.param("conductor", marks=pytest.mark.long),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("pool-0", "frontend")),
+    ],
 )
 async def test_a_process_that_hangs_is_started_again(
     victim: str, cluster: Any, paced_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession

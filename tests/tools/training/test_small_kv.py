@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from engine import load_model
+from tests.long_cases import others_long
 from tools.training import checkpoint
 from tools.training.errors import UnsuitableShape
 from tools.training.evaluate import int8_report
@@ -25,7 +26,7 @@ SMALL = ModelShape(
 )  # fmt: skip
 
 
-@pytest.fixture(params=[False, True], ids=["float32", "int8"])
+@pytest.fixture(params=others_long([False, True], [True]), ids=["float32", "int8"])
 def small(request: pytest.FixtureRequest) -> Llama:
     model = Llama(replace(SMALL, int8=request.param))
     model.initialise(5)
