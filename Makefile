@@ -44,7 +44,7 @@ export PYTHONDONTWRITEBYTECODE :=
 VLLM_PYTEST = NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/numba REQUIRE_VLLM=1 $(QUIET_THREADS) $(VLLM_VENV)/bin/python -m pytest \
   -W ignore::DeprecationWarning -W ignore::FutureWarning tests/vllm_worker
 
-.PHONY: help setup lock docs demo test test-nightly gpu-proof check static format proto chart train bench clients test-vllm compare test-rdma test-rdma-one soak-messenger soak-rdma fuzz chaos prove clean distclean
+.PHONY: help setup lock docs demo test test-kernels test-nightly gpu-proof check static format proto chart train bench clients test-vllm compare test-rdma test-rdma-one soak-messenger soak-rdma fuzz chaos prove clean distclean
 
 help:
 	@echo "make demo    a whole cluster under a replayed trace, its answers verified; writes out/demo/report.html"
@@ -85,10 +85,14 @@ lock:
 demo: $(STAMP)
 	$(BIN)/python -m moonpool demo
 
-test: $(TRITON_STAMP) static
+test: $(TRITON_STAMP)
 	@mkdir -p out
+	$(MAKE) --no-print-directory -j2 static test-kernels
 	$(QUIET_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  $(if $(LONG),-m "not nightly and not gpu") --junitxml=out/tests.xml
+
+test-kernels: $(STAMP)
+	$(QUIET_THREADS) $(BIN)/python -m tests.compile_kernels
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir out/site

@@ -11,6 +11,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_the_whole_script_runs_on_a_cpu() -> None:
     command = [sys.executable, "benchmarks/engine_gpu.py", "--device", "cpu", "--shape", "tiny", "--backend", "torch"]
     command += ["--backend", "flash-attn"]

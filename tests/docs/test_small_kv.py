@@ -40,6 +40,7 @@ def test_the_pages_model_has_the_pages_kv(model: Path) -> None:
     assert plain == config.num_layers * config.num_heads * 2 * config.head_dim * 4
 
 
+@pytest.mark.long
 def test_the_second_question_reuses_what_the_page_says(model: Path, tmp_path: Path) -> None:
     serve = re.search(r"moonpool serve out/small-kv (.*?) --port", PAGE)
     question = re.search(r"curl http://127\.0\.0\.1:8000(\S+) .*? -d '(.*?)'\n", PAGE, re.DOTALL)

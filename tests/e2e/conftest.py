@@ -23,11 +23,10 @@ from numpy.typing import NDArray
 
 from engine import ForwardBatch, Model, PagedCache, SamplingRow, SequenceChunk, load_model, noisy_scores
 from engine.config import read_config
-from engine.random_model import RandomModelSpec, write_random_model
+from engine.random_model import write_random_model
 from moonpool.cluster_view.collector import validate_cluster
 from moonpool.cluster_view.locate import locate
-from tools.training.export import config_of
-from tools.training.model import PRESETS
+from tests import served_models
 from worker.paced.profiles import profile_of
 from worker.paced.tokens import Draw, PacedTokens
 from worker.policy.cost_profile import save_profile
@@ -153,56 +152,25 @@ async def metric(session: aiohttp.ClientSession, url: str, name: str) -> float:
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights of enlarged scale: clear margins, so that any wrong KV shows in the tokens."""
-    return write_random_model(
-        tmp_path_factory.mktemp("model"),
-        RandomModelSpec(layers=3, hidden=64, heads=4, kv_heads=2, vocab=2048, max_len=2048, scale=3.0, seed=7),
-        tokenizer=TOKENIZER,
-    )
-
-
-def _small_kv(folder: Path, **extra: Any) -> Path:
-    """A model with windows in every other layer, one KV head, KV shared across blocks, and learned sinks."""
-    spec = RandomModelSpec(
-        family="moonpool",
-        layers=6,
-        hidden=64,
-        heads=4,
-        kv_heads=1,
-        vocab=2048,
-        max_len=2048,
-        window=48,
-        scale=3.0,
-        seed=8,
-        extra={
-            "layer_types": ["sliding_attention", "full_attention"] * 3,
-            "kv_owners": [0, 1, 2, 3, 0, 1],
-            "attention_sinks": True,
-            **extra,
-        },
-    )
-    return write_random_model(folder, spec, tokenizer=TOKENIZER)
+    return write_random_model(tmp_path_factory.mktemp("model"), served_models.PLAIN, tokenizer=TOKENIZER)
 
 
 @pytest.fixture(scope="session")
 def two_group_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with small KV in floats."""
-    return _small_kv(tmp_path_factory.mktemp("model2"))
+    return write_random_model(tmp_path_factory.mktemp("model2"), served_models.TWO_GROUPS, tokenizer=TOKENIZER)
 
 
 @pytest.fixture(scope="session")
 def small_kv_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with KV, weights and activations in int8, whose answers depend neither on chunks nor on reuse."""
-    trained = config_of(PRESETS["small"])
-    in_int8 = {key: trained[key] for key in ("kv_dtype", "kv_scale_group", "quantization_config")}
-    return _small_kv(tmp_path_factory.mktemp("model4"), **in_int8)
+    return write_random_model(tmp_path_factory.mktemp("model4"), served_models.SMALL_KV, tokenizer=TOKENIZER)
 
 
 @pytest.fixture(scope="session")
 def windows_only_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with windows in all layers."""
-    spec = RandomModelSpec(family="mistral", layers=3, vocab=2048, max_len=2048, window=48, scale=3.0, seed=9)
-    return write_random_model(tmp_path_factory.mktemp("model3"), spec, tokenizer=TOKENIZER)
+    return write_random_model(tmp_path_factory.mktemp("model3"), served_models.WINDOWS_ONLY, tokenizer=TOKENIZER)
 
 
 @pytest.fixture(scope="session")

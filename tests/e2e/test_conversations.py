@@ -219,6 +219,7 @@ async def test_the_dialogue_generator_finds_high_reuse_and_no_wrong_token(live: 
     assert report["verification"]["requests_with_reuse"] >= 22
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("live", [16], indirect=True)
 async def test_a_dialogue_longer_than_the_context_goes_on_and_is_reused(live: Live, session: Any) -> None:
     dialogue = Dialogue(live.url, session, "endless", [{"role": "system", "content": "You are a patient helper."}])

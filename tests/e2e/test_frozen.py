@@ -88,6 +88,7 @@ async def suspects(session: aiohttp.ClientSession, cluster: Any, expected: set[s
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.long
 async def test_a_request_waits_for_the_only_prefill_nodes_to_wake_up(
     cluster: Any, session: aiohttp.ClientSession
 ) -> None:
@@ -133,6 +134,7 @@ async def test_answers_go_on_elsewhere_when_their_decode_node_hangs(
     assert cluster.pid("decode-0") == pid  # it was neither restarted nor replaced
 
 
+@pytest.mark.long
 async def test_new_requests_are_served_while_a_prefill_node_hangs(
     cluster: Any, paced_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:

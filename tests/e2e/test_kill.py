@@ -16,6 +16,7 @@ import pytest
 
 from moonpool.cluster_view.collector import validate_cluster
 from moonpool.cluster_view.locate import locate
+from tests.long_cases import others_long
 
 RELEASED_S = 15.0  # two seconds, and the next report of each worker, on cores that others use too
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.8, "seed": 42}
@@ -54,7 +55,11 @@ def cluster(small_kv_model: Path, start_cluster: Callable[..., Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "victim", ["decode-0", pytest.param("decode-1", marks=pytest.mark.nightly), "conductor", "pool-0", "prefill-0"]
+    "victim",
+    [
+        *others_long(["decode-0", "conductor", "pool-0", "prefill-0"], ["decode-0", "prefill-0"]),
+        pytest.param("decode-1", marks=pytest.mark.nightly),
+    ],
 )
 async def test_a_running_request_survives_the_death_of(
     victim: str,
@@ -87,6 +92,7 @@ async def test_a_running_request_survives_the_death_of(
     assert judge.wrong_tokens(after) == []
 
 
+@pytest.mark.long
 async def test_a_waiting_prompt_survives_the_death_of_its_prefill_node(
     cluster: Any, small_kv_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:
@@ -139,6 +145,7 @@ async def test_conductor_and_workers_release_the_requests_of_a_killed_frontend_w
     await cluster.wait_restarted("frontend", old)
 
 
+@pytest.mark.long
 async def test_without_another_node_the_request_ends_with_a_named_error_or_goes_on(
     cluster: Any, small_kv_model: Path, judge_of: Callable[[Path], Any], session: aiohttp.ClientSession
 ) -> None:

@@ -152,6 +152,7 @@ async def test_a_model_that_lost_its_worker_is_named_while_the_other_is_served(
     await cluster.validate()
 
 
+@pytest.mark.long
 async def test_models_of_different_layouts_share_a_pool_that_is_too_small_for_both(
     random_model: Path,
     two_group_model: Path,

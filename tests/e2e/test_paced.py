@@ -130,6 +130,7 @@ async def test_a_request_that_moves_ends_with_the_tokens_that_it_would_have_had(
     await cluster.validate()
 
 
+@pytest.mark.long
 async def test_a_replayed_trace_is_served_with_no_wrong_token_and_its_report_says_by_what(
     cluster: Any, folder: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:

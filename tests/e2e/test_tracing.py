@@ -159,6 +159,7 @@ async def test_a_rejected_request_says_who_rejected_it_and_why(
     assert not by_name[ROOT]["is_error"]  # as conventions have it: the client may ask again
 
 
+@pytest.mark.long
 async def test_a_request_that_moves_stays_in_its_trace(
     cluster: Any, session: aiohttp.ClientSession, otlp_receiver: Any
 ) -> None:

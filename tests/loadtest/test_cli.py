@@ -56,7 +56,9 @@ def test_the_key_is_read_from_a_file(invoke, serve, tmp_path: Path) -> None:
     assert "printable characters" in " ".join(done.output.replace("│", " ").split())
 
 
-@pytest.mark.parametrize(("flags", "tokens"), [((), 8), (("--tokens-per-block", 16), 16)])
+@pytest.mark.parametrize(
+    ("flags", "tokens"), [((), 8), pytest.param(("--tokens-per-block", 16), 16, marks=pytest.mark.long)]
+)
 def test_lengths_are_scaled_for_the_bundled_model_only(
     invoke, serve, tmp_path: Path, flags: tuple[object, ...], tokens: int
 ) -> None:

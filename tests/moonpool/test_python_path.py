@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.python_path import child_environment, module_command
+from tests.long_cases import others_long
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 150.0
@@ -29,7 +30,9 @@ def test_a_module_command_leaves_the_working_directory_out(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path_prefix", ["", os.pathsep], ids=["as it is", "with an empty entry in PYTHONPATH"])
+@pytest.mark.parametrize(
+    "path_prefix", others_long(["", os.pathsep], [""]), ids=["as it is", "with an empty entry in PYTHONPATH"]
+)
 def test_modules_in_the_working_directory_do_not_break_a_cluster(path_prefix: str, tmp_path: Path) -> None:
     marker = tmp_path / "imported"
     trap = f"open({str(marker)!r}, 'a').write(__name__ + '\\n'); raise ImportError('from the working directory')\n"

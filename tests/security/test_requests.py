@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.long_cases import others_long
 from tests.security.conftest import carry_out
 from tools.attacks import authorisation, bodies, floods, raw_http, slow_clients
 from tools.attacks.target import REQUESTS_PER_MINUTE, Attack, AttackedCluster
@@ -22,7 +23,9 @@ async def test_callers_get_what_their_keys_allow(target: AttackedCluster, second
     await carry_out(authorisation.DENIED, target)
 
 
-@pytest.mark.parametrize("attack", slow_clients.ATTACKS, ids=lambda attack: attack.name)
+@pytest.mark.parametrize(
+    "attack", others_long(slow_clients.ATTACKS, [slow_clients.SLOW_HEADS]), ids=lambda attack: attack.name
+)
 async def test_slow_clients_delay_nobody(target: AttackedCluster, second_tenant: Any, attack: Attack) -> None:
     await carry_out(attack, target)
 
