@@ -12,7 +12,7 @@ TRAIN_STEPS ?= 1600
 # Tests wait for processes more than they compute. A file's tests stay together: they share a cluster. Files begin in
 # the order of tests/order.py.
 TEST_PROCESSES ?= 3
-# Not empty: `make test` runs the tests marked `long`, too, which take a third of the time of all.
+# Not empty: `make test` runs the tests marked `long`, too.
 LONG ?=
 SOAK_SECONDS ?= 600
 # Drawn, and told, if empty.

@@ -21,7 +21,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number, spec in enumerate((PLAIN, TWO_GROUPS, SMALL_KV, WINDOWS_ONLY)):
             load_model(write_random_model(Path(folder) / str(number), spec), threads=1).warm_up()
-    scores = torch.zeros((1, 8), dtype=torch.float64)
+    scores = torch.zeros((1, 8), dtype=torch.float64)  # as the judge of tokens has them
     sample(scores, [SamplingRow(temperature=1.0, top_p=0.5, top_k=1, seed=0, choice=0, index=0, min_p=0.5)])
     print(f"the tests' kernels compiled in {time.monotonic() - began_s:.1f} s")
 

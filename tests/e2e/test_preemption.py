@@ -11,6 +11,8 @@ import aiohttp
 import numpy as np
 import pytest
 
+from tests.long_cases import others_long
+
 SLO = {"classes": {"chat": {}, "batch": {"priority": 10}}, "default_class": "chat"}
 TOKENS = {"batch": 1500, "chat": 40}
 CAPACITY = 3312  # tokens: two batch requests, of which each takes 1,580
@@ -18,7 +20,7 @@ CAPACITY = 3312  # tokens: two batch requests, of which each takes 1,580
 
 @pytest.fixture(
     scope="module",
-    params=[("--decode-nodes", "1"), pytest.param(("--aggregated", "1"), marks=pytest.mark.long)],
+    params=others_long([("--decode-nodes", "1"), ("--aggregated", "1")], [("--decode-nodes", "1")]),
     ids=["decode", "aggregated"],
 )
 def cluster(

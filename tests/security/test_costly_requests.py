@@ -30,9 +30,7 @@ def _name(attack: Attack) -> str:
     return attack.name
 
 
-@pytest.mark.parametrize(
-    "attack", [nightly(bombs.SCHEMAS), pytest.param(bombs.SCATTERED_SCHEMAS, marks=pytest.mark.long)], ids=_name
-)
+@pytest.mark.parametrize("attack", [nightly(bombs.SCHEMAS), bombs.SCATTERED_SCHEMAS], ids=_name)
 async def test_schema_bombs_are_refused_and_delay_nobody(
     target: AttackedCluster, second_tenant: Any, attack: Attack
 ) -> None:
